@@ -1,0 +1,57 @@
+"""What the engine hands back: deltas per step, in the order they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagetrie.engine.runner import TokenLogprob
+from pagetrie.errors import PagetrieError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one choice gained in a step.
+
+    Attributes:
+        index: the choice, 0 to n-1.
+        text: new text, whole characters only; never part of a stop string.
+        token_ids: new token ids (a stop token id is not among them; a token whose text is still held back is).
+        logprobs: one entry per new token id if asked for, else empty.
+        finish_reason: set on the last delta of the choice; each choice gets exactly one.
+        stop_reason: the stop string or stop token id that ended the text; None for end-of-sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One request's news after a step.
+
+    Attributes:
+        request_id: the request.
+        choices: deltas, at most one per choice.
+        prompt_tokens: length of the prompt.
+        cached_tokens: prompt tokens taken from the cache at first admission; 0 on a miss, never above the prompt.
+        completion_tokens: tokens generated so far over all choices.
+        prompt_logprobs: with the first output, if asked for: one entry per prompt token, the first None.
+        finished: every choice has ended; nothing follows.
+        error: why the request failed, with ``finished``.
+    """
+
+    request_id: str
+    choices: list[ChoiceDelta] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finished: bool = False
+    error: PagetrieError | None = None

@@ -1,0 +1,111 @@
+"""What a request asks of sampling, checked once at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from pagetrie.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop.
+
+    The order of operations on a row of logits follows vLLM: logit_bias, banned tokens (min_tokens),
+    repetition / presence / frequency penalties, temperature, min_p, top_k, top_p. ``temperature=0`` is greedy.
+
+    Attributes:
+        n: choices per prompt; they share the prompt's pages.
+        max_tokens: tokens to generate per choice; None means as many as the context holds.
+        min_tokens: end-of-sequence and stop ids are banned until this many tokens exist.
+        temperature: >= 0; 0 is greedy.
+        top_p: nucleus mass, in (0, 1].
+        top_k: keep the k likeliest; 0 or -1 keeps all.
+        min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
+        seed: makes a request reproducible; None draws one.
+        repetition_penalty: > 0, over prompt and output (HF's form).
+        presence_penalty, frequency_penalty: in [-2, 2], over the output.
+        logit_bias: token id -> additive bias in [-100, 100].
+        stop: strings that end the text; not part of it.
+        stop_token_ids: ids that end the text; not part of it.
+        ignore_eos: don't stop at the model's end-of-sequence tokens.
+        logprobs: None for none, else how many alternatives per token (0 gives the chosen token's only).
+        prompt_logprobs: the same for the prompt's tokens; such requests bypass the prefix cache's hits.
+        skip_special_tokens: leave special tokens out of the text.
+        use_prefix_cache: False computes everything anew and stores nothing.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    use_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _in_range("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequestError(f"max_tokens must be at least 0, got {self.max_tokens}", param="max_tokens")
+        if self.min_tokens < 0:
+            raise InvalidRequestError(f"min_tokens must be at least 0, got {self.min_tokens}", param="min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+            )
+        _in_range("temperature", self.temperature, 0.0, 1e6)
+        if not (isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
+        if self.top_k < -1:
+            raise InvalidRequestError(f"top_k must be at least -1, got {self.top_k}", param="top_k")
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidRequestError(
+                f"repetition_penalty must be greater than 0, got {self.repetition_penalty}", param="repetition_penalty"
+            )
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias.items():
+            if not (isfinite(bias) and -100.0 <= bias <= 100.0):
+                raise InvalidRequestError(
+                    f"logit_bias values must be in [-100, 100], got {bias} for token {token}", param="logit_bias"
+                )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}", param="stop"
+            )
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _in_range(name, value, 0, MAX_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    if not (isfinite(value) and low <= value <= high):
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)

@@ -1,0 +1,26 @@
+"""A request as the engine sees it: token ids and parameters, no text and no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagetrie.engine.params import SamplingParams
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt to complete.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        prompt_ids: the prompt, at least one token.
+        params: sampling and stopping.
+        namespace_salt: narrows sharing: only requests with an equal salt share pages. Empty shares with all that
+            have none.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    namespace_salt: str = ""
