@@ -1,0 +1,224 @@
+"""Every option of pagetrie, once: its type, its default, its limits and its help.
+
+Values come from, in this order: a flag (or keyword argument), a ``PAGETRIE_*`` variable, a TOML file, the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from pagetrie.errors import ConfigError
+
+ENV_PREFIX = "PAGETRIE_"
+DEFAULT_CONFIG = Path("pagetrie.toml")
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+def parse_size(value: object) -> object:
+    """Bytes from "2GiB", "512 MiB", "1.5GB" or a plain number; other types pass through to be judged by pydantic.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{value!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB or GB")
+    return math.floor(float(match[1]) * unit)
+
+
+def format_size(size: int) -> str:
+    """A size for people: "1 GiB", "1.5 MiB", "700 B"."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.4g} TiB"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+MODEL, CACHE, ENGINE, SERVER = "Model", "KV cache", "Engine", "Server"
+
+
+def _option(default: Any, help: str, panel: str, *, shown: str | None = None, **limits: Any) -> Any:  # noqa: A002
+    """A field with its help. ``shown`` is how the help states a default that depends on the machine or the model."""
+    return Field(default, description=help, json_schema_extra={"panel": panel, "shown": shown}, **limits)
+
+
+class Settings(BaseSettings):
+    """The options. Made directly it knows only its arguments and the defaults; see ``load_settings``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True, protected_namespaces=()
+    )
+
+    model: Path | None = _option(
+        None, "A GGUF file or a Hugging Face folder.", MODEL, shown="the bundled SmolLM2-135M-Instruct"
+    )
+    served_model_name: str | None = _option(
+        None, "The name clients ask for.", MODEL, shown="the model's own name", min_length=1
+    )
+    weights: Literal["fp16", "fp32"] = _option("fp16", "Precision of the weights in memory.", MODEL)
+    chat_template: Path | None = _option(None, "A Jinja file to use in place of the model's chat template.", MODEL)
+    cache_dir: Path | None = _option(
+        None, "Folder for what is made once and kept (converted tokenizers).", MODEL, shown="~/.cache/pagetrie"
+    )
+
+    kv_memory: Size | None = _option(
+        None, "Memory for keys and values, such as 2GiB. Not together with --num-pages.", CACHE, shown="1GiB", gt=0
+    )
+    num_pages: int | None = _option(
+        None, "Pages in the pool, in place of --kv-memory.", CACHE, shown="what --kv-memory holds", gt=0
+    )
+    page_size: int = _option(16, "Tokens per page; a power of two up to 256.", CACHE, ge=1, le=256)
+    kv_dtype: Literal["fp16", "fp32"] = _option("fp16", "Precision of keys and values.", CACHE)
+    prefix_index: Literal["radix", "hash", "none"] = _option(
+        "radix", "How stored prefixes are found: radix tree, chained hash, or no sharing at all.", CACHE
+    )
+    kv_layout: Literal["paged", "contiguous"] = _option(
+        "paged", "contiguous reserves the whole context for every sequence and shares nothing: the baseline.", CACHE
+    )
+
+    max_model_len: int | None = _option(
+        None,
+        "Longest prompt plus output, in tokens; at most the model's context and what the pool holds.",
+        ENGINE,
+        shown="the smaller of these two",
+        ge=2,
+    )
+    max_num_seqs: int = _option(64, "Seats: sequences computed at a time.", ENGINE, ge=1, le=4096)
+    max_num_batched_tokens: int = _option(
+        512, "Token budget of a step; longer prompts are computed in chunks.", ENGINE, ge=1
+    )
+    max_queue: int = _option(1024, "Requests that may wait for a seat; more are refused (429).", ENGINE, ge=1)
+    threads: int | None = _option(None, "Threads that compute.", ENGINE, shown="the physical cores", ge=1, le=1024)
+    seed: int | None = _option(None, "Seeds the requests that bring no seed of their own.", ENGINE, shown="random")
+
+    host: str = _option("127.0.0.1", "Address to listen on.", SERVER, min_length=1)
+    port: int = _option(8000, "Port to listen on; 0 takes a free one.", SERVER, ge=0, le=65535)
+    max_body_size: Size = _option("16MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
+    shutdown_timeout: float = _option(
+        30.0, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
+
+    @field_validator("page_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"must be a power of two, got {value}")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 (the base class fixes the names)
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: ``load_settings`` lays the sources over each other, as it must know who said what."""
+        return (init_settings,)
+
+
+def fields() -> dict[str, FieldInfo]:
+    """All options by name, in the order of the help."""
+    return Settings.model_fields
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def load_settings(flags: Mapping[str, Any], config: Path | None = None, *, default_file: bool = True) -> Settings:
+    """Lay flags over the environment over a TOML file over the defaults.
+
+    Args:
+        flags: options given by name; None counts as not given.
+        config: the TOML file; if None, the one that ``PAGETRIE_CONFIG`` names.
+        default_file: look for ``pagetrie.toml`` in the working directory if no file was named.
+
+    Raises:
+        ConfigError: an unknown option, a bad value, an unreadable file; says which and where it came from.
+    """
+    named = config or (Path(os.environ[f"{ENV_PREFIX}CONFIG"]) if os.environ.get(f"{ENV_PREFIX}CONFIG") else None)
+    if named is None and default_file and DEFAULT_CONFIG.is_file():
+        named = DEFAULT_CONFIG
+    given = {name: value for name, value in flags.items() if value is not None}
+    environment = {name: value for name, value in EnvSettingsSource(Settings)().items() if value != ""}
+    file = _read_toml(named) if named is not None else {}
+    _reject_unknown(given, "")
+    _reject_unknown(file, f" in {named}")
+
+    layers = (given, environment, file)
+    merged: dict[str, Any] = {}
+    pool_size_known = False
+    for layer in layers:
+        sizes = [name for name in ("kv_memory", "num_pages") if name in layer]
+        if len(sizes) == 2:
+            raise ConfigError(f"give either {_said('kv_memory', layers, named)} or num_pages, not both")
+        # Both say how big the pool is, so the stronger source's word replaces the weaker one's.
+        skip = sizes if pool_size_known else []
+        pool_size_known = pool_size_known or bool(sizes)
+        for name, value in layer.items():
+            if name not in skip:
+                merged.setdefault(name, value)
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors(include_url=False):
+            name = str(detail["loc"][0])
+            reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
+            if detail["type"] != "value_error":
+                reason = f"{reason[0].lower()}{reason[1:]}, got {detail['input']!r}"
+            problems.append(f"{_said(name, layers, named)}: {reason}")
+        raise ConfigError("; ".join(problems)) from error
+
+
+def _said(name: str, layers: tuple[Mapping[str, Any], ...], file: Path | None) -> str:
+    given, environment, _ = layers
+    if name in given:
+        return flag(name)
+    if name in environment:
+        return f"{ENV_PREFIX}{name.upper()}"
+    return f"{name} in {file}"
+
+
+def _reject_unknown(values: Mapping[str, Any], where: str) -> None:
+    for name in values:
+        if name not in Settings.model_fields:
+            close = difflib.get_close_matches(name, Settings.model_fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"unknown option {name!r}{where}{hint}")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} is not valid TOML: {error}") from error
