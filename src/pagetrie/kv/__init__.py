@@ -1,0 +1,18 @@
+"""The KV cache: page pool, prefix index and leases. Imports neither torch nor anything above it."""
+
+from pagetrie.kv.contiguous import ContiguousCacheManager
+from pagetrie.kv.interface import CacheLease, CacheStats, KVCache, PendingPage, ResetReport
+from pagetrie.kv.manager import CacheManager, Lease
+from pagetrie.kv.namespace import encode_namespace
+
+__all__ = [
+    "CacheLease",
+    "CacheManager",
+    "CacheStats",
+    "ContiguousCacheManager",
+    "KVCache",
+    "Lease",
+    "PendingPage",
+    "ResetReport",
+    "encode_namespace",
+]

@@ -1,0 +1,90 @@
+"""Chained-hash index: one entry per full page, found by a keyed hash of everything up to it.
+
+The form that vLLM's prefix cache has, behind the same interface as the radix tree and with the same hits; each checks
+the other. The hash only proposes: an entry counts as a hit if its parent and its tokens are equal too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagetrie.kv.keys import page_key, root_key
+from pagetrie.kv.page_tree import Match, Node, PageTree
+from pagetrie.kv.pool import PagePool
+from pagetrie.kv.tokens import TOKEN_BYTES
+
+PageKey = Callable[[bytes, bytes, bytes], bytes]
+
+
+class HashIndex(PageTree):
+    """Work per match follows the number of pages.
+
+    Args:
+        pool: owner of the pages.
+        page_size: tokens per page.
+        secret: 32 bytes that make keys unpredictable.
+        hash_page: ``(secret, parent key, tokens) -> key``; replaced in tests by a bad one.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, secret: bytes, hash_page: PageKey = page_key) -> None:
+        super().__init__(pool, page_size)
+        self._secret = secret
+        self._hash_page = hash_page
+        self._entries: dict[bytes, Node] = {}
+        self.refused_hits = 0
+
+    def _make_root(self, namespace: bytes) -> Node:
+        root = super()._make_root(namespace)
+        root.chain_key = root_key(self._secret, namespace)
+        return root
+
+    def _find(self, parent: Node, tokens: bytes) -> tuple[bytes, Node | None]:
+        """Key of the page with ``tokens`` after ``parent`` and the entry under it, which may be another page's."""
+        key = self._hash_page(self._secret, parent.chain_key, tokens)
+        return key, self._entries.get(key)
+
+    def match(self, namespace: bytes, tokens: bytes, limit: int) -> Match:
+        """See ``RadixIndex.match``."""
+        match = Match(self.root(namespace))
+        position, page_bytes = 0, self.page_bytes
+        limit *= TOKEN_BYTES
+        while position + page_bytes <= limit:
+            page = tokens[position : position + page_bytes]
+            _, entry = self._find(match.node, page)
+            if entry is None:
+                break
+            if entry.parent is not match.node or entry.tokens != page:
+                self.refused_hits += 1
+                break
+            match.pages += entry.pages
+            match.node = entry
+            position += page_bytes
+        self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
+        self.touch(match.node)
+        return match
+
+    def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:
+        """See ``RadixIndex.insert``. Stops early, keeping fewer pages, where another page has taken the key."""
+        kept: list[int] = []
+        for index, page in enumerate(pages):
+            page_tokens = tokens[index * self.page_bytes : (index + 1) * self.page_bytes]
+            key, entry = self._find(node, page_tokens)
+            if entry is None:
+                entry = self._add_child(node, page_tokens, [page])
+                entry.chain_key = key
+                self._entries[key] = entry
+            elif entry.parent is not node or entry.tokens != page_tokens:
+                self.refused_hits += 1
+                break
+            kept += entry.pages
+            node = entry
+        return node, kept
+
+    def reset(self) -> tuple[int, int]:
+        result = super().reset()
+        self._entries.clear()
+        return result
+
+    def _forget(self, node: Node) -> None:
+        if self._entries.get(node.chain_key) is node:
+            del self._entries[node.chain_key]

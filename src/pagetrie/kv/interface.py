@@ -1,0 +1,128 @@
+"""What the scheduler may ask of a cache: four verbs on leases, and counts.
+
+Two managers stand behind it: ``CacheManager`` (paged, shared) and ``ContiguousCacheManager`` (the baseline the field
+came from).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class PendingPage:
+    """A page that a running lease is about to compute. ``done`` turns true when it is published or given up."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Pages by state, and what has happened so far. ``free + active + cached == total`` at all times.
+
+    Attributes:
+        active_pages: held by a lease.
+        cached_pages: held by none, in the index, evictable.
+        evicted_pages, copied_pages: counts since start.
+    """
+
+    total_pages: int
+    free_pages: int
+    active_pages: int
+    cached_pages: int
+    evicted_pages: int
+    copied_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetReport:
+    """What a reset did: pages freed at once, and pages that stay with running requests until these end.
+
+    The latter are forgotten too: no later request hits them.
+    """
+
+    freed_pages: int
+    busy_pages: int
+
+
+class CacheLease(Protocol):
+    """A sequence's hold on its pages."""
+
+    computed: int
+    """Tokens whose keys and values are in the pages (after the step that runs the pending copies)."""
+    cached_tokens: int
+    """Tokens that were there when the lease was opened."""
+    pages: list[int]
+    """The page table: physical page of each logical page."""
+    awaits: PendingPage | None
+    """At opening: the very next page that this lease would compute is being computed by another one."""
+
+    def extend(self, count: int) -> int:
+        """Make room for ``count`` tokens past the computed ones, evicting cached pages if needed.
+
+        All or nothing: returns 0, or the number of pages that are missing, having taken none. In a pool so short that
+        the page of a partial hit is itself needed, that hit is given up and ``computed`` falls to the page's start;
+        the room asked for (up to the old ``computed + count``) is the same.
+        """
+        ...
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Make tokens known that follow those given at opening (generated ones)."""
+        ...
+
+    def commit(self, count: int) -> None:
+        """The next ``count`` tokens are now computed: publish the pages they fill."""
+        ...
+
+    def fork(self) -> CacheLease:
+        """A second lease on the same tokens and pages. Takes no page; the first to write a shared page copies it."""
+        ...
+
+    def close(self, *, publish_tail: bool = True) -> None:
+        """Give everything back; what was published stays cached. Idempotent, and safe at any moment.
+
+        ``publish_tail=False`` keeps the last, partly filled page out of the index: its content is in doubt.
+        """
+        ...
+
+
+class KVCache(Protocol):
+    """The only door to the cache."""
+
+    num_pages: int
+    page_size: int
+
+    def open(
+        self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
+    ) -> CacheLease:
+        """Match the longest stored prefix of ``tokens`` and pin it, in one act. Takes no page yet.
+
+        At least one token is always left to compute. ``lookup=False`` matches nothing, ``publish=False`` stores
+        nothing.
+        """
+        ...
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that ``extend`` could hand out now: free and cached ones."""
+        ...
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a lease of this many tokens holds."""
+        ...
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) pages to copy, in order, before anything of the next step is written."""
+        ...
+
+    def stats(self) -> CacheStats: ...
+
+    def reset(self) -> ResetReport: ...
+
+    def check(self) -> None:
+        """Recount everything by brute force; raise AssertionError on any disagreement (for tests)."""
+        ...

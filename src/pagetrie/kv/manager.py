@@ -1,0 +1,310 @@
+"""The cache manager: page tables over the pool, shared through the index, copied on write.
+
+Ownership, in one place: the first ``_indexed`` pages of a lease's table belong to the index and are protected by the
+lease's one pin, on the node where they end; the rest are private to it (and its forks, by reference count).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pagetrie.kv.hashchain import HashIndex
+from pagetrie.kv.interface import CacheStats, PendingPage, ResetReport
+from pagetrie.kv.page_tree import Node
+from pagetrie.kv.pool import PagePool
+from pagetrie.kv.radix import RadixIndex
+from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
+
+IndexKind = Literal["radix", "hash", "none"]
+
+_NO_SECRET = bytes(32)
+
+
+class CacheManager:
+    """Paged KV cache with prefix sharing (``KVCache``).
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens per page.
+        index: ``radix``, ``hash``, or ``none`` to share nothing between requests.
+        secret: 32 bytes keying the hash index's keys.
+    """
+
+    def __init__(
+        self, *, num_pages: int, page_size: int, index: IndexKind = "radix", secret: bytes = _NO_SECRET
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.index: RadixIndex | HashIndex = (
+            HashIndex(self.pool, page_size, secret) if index == "hash" else RadixIndex(self.pool, page_size)
+        )
+        self._shares = index != "none"
+        self._copies: list[tuple[int, int]] = []
+        self._copied_pages = 0
+        # The next page of every lease that is computing known tokens: (node it follows, its tokens).
+        self._computing: dict[tuple[Node, bytes], tuple[Lease, PendingPage]] = {}
+
+    def open(
+        self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
+    ) -> Lease:
+        """See ``KVCache.open``. ``tokens`` holds at least one id."""
+        packed = pack_tokens(tokens)
+        lookup = lookup and self._shares
+        limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
+        match = self.index.match(namespace, packed, limit)
+        self.index.pin(match.node)
+        lease = Lease(self, packed, match.node, publish=publish and self._shares)
+        lease.pages = match.pages
+        lease._indexed = len(match.pages)
+        lease.computed = len(match.pages) * self.page_size
+        if match.partial_owner is not None:
+            self.index.pin(match.partial_owner)
+            lease._partial = (match.partial_page, match.partial_owner)
+            lease.computed += match.partial_tokens
+        lease.cached_tokens = lease.computed
+        if lookup:
+            leader = self._computing.get((match.node, lease._next_page()))
+            lease.awaits = leader[1] if leader else None
+        self._announce(lease)
+        return lease
+
+    @property
+    def available_pages(self) -> int:
+        return self.pool.free_pages + self.index.cached_pages
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        copies, self._copies = self._copies, []
+        return copies
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            total_pages=self.num_pages,
+            free_pages=self.pool.free_pages,
+            active_pages=self.pool.private_pages + self.index.active_pages,
+            cached_pages=self.index.cached_pages,
+            evicted_pages=self.index.evicted_pages,
+            copied_pages=self._copied_pages,
+        )
+
+    def reset(self) -> ResetReport:
+        """Forget every stored prefix. Running leases keep their pages but publish nothing more."""
+        freed, _ = self.index.reset()
+        return ResetReport(freed_pages=freed, busy_pages=self.num_pages - self.pool.free_pages)
+
+    def check(self) -> None:
+        self.pool.check()
+        self.index.check()
+        stats = self.stats()
+        assert stats.free_pages + stats.active_pages + stats.cached_pages == stats.total_pages
+
+    # -- for leases --------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> list[int] | None:
+        """``count`` pages for a lease, evicting what is needed; None if there aren't enough, with nothing changed."""
+        short = count - self.pool.free_pages
+        if short > 0:
+            if short > self.index.cached_pages:
+                return None
+            self.index.evict(short)
+        return self.pool.allocate(count)
+
+    def _copy(self, source: int, destination: int) -> None:
+        self._copies.append((source, destination))
+        self._copied_pages += 1
+
+    def _announce(self, lease: Lease) -> None:
+        """Let others know which page this lease computes next, so that they can wait for it."""
+        if lease._announced is not None:
+            key, pending = lease._announced
+            pending.done = True
+            if self._computing.get(key, (None,))[0] is lease:
+                del self._computing[key]
+            lease._announced = None
+        page = lease._next_page()
+        if lease._publish and not lease.closed and len(page) == self.index.page_bytes:
+            key = (lease._node, page)
+            if key not in self._computing:
+                pending = PendingPage()
+                lease._announced = (key, pending)
+                self._computing[key] = (lease, pending)
+
+
+class Lease:
+    """A sequence's hold on its pages (``CacheLease``). Made by ``CacheManager.open`` and ``fork``."""
+
+    __slots__ = (
+        "_announced",
+        "_copy_pending",
+        "_indexed",
+        "_manager",
+        "_node",
+        "_partial",
+        "_publish",
+        "_room",
+        "_tokens",
+        "awaits",
+        "cached_tokens",
+        "closed",
+        "computed",
+        "pages",
+    )
+
+    def __init__(self, manager: CacheManager, tokens: bytes | bytearray, node: Node, *, publish: bool) -> None:
+        self._manager = manager
+        self._tokens = bytearray(tokens)
+        self._node = node
+        self._publish = publish
+        self._indexed = 0
+        # A partial hit: the page to copy on the first write, and the node pinned for it.
+        self._partial: tuple[int, Node] | None = None
+        # Positions below this can be written without another thought; 0 while a shared page must be checked for.
+        self._room = 0
+        # The last page is the target of a copy that no step has run yet.
+        self._copy_pending = False
+        self._announced: tuple[tuple[Node, bytes], PendingPage] | None = None
+        self.pages: list[int] = []
+        self.computed = 0
+        self.cached_tokens = 0
+        self.awaits: PendingPage | None = None
+        self.closed = False
+
+    def __len__(self) -> int:
+        """Known tokens."""
+        return len(self._tokens) // TOKEN_BYTES
+
+    def extend(self, count: int) -> int:
+        end = self.computed + count
+        if end <= self._room:
+            return 0
+        manager, pages = self._manager, self.pages
+        page_size = manager.page_size
+        tail = self.computed // page_size
+        # A page that others hold too is copied before it is written.
+        shared = tail < len(pages) and manager.pool.references[pages[tail]] > 1
+        needed = max(0, -(-end // page_size) - len(pages)) + shared
+        if needed:
+            new = manager._take(needed)
+            if new is None and self._partial is not None:
+                self._give_up_partial()
+                new = manager._take(needed)
+            if new is None:
+                return needed - manager.available_pages
+            if shared:
+                copy = new.pop()
+                manager._copy(pages[tail], copy)
+                manager.pool.release((pages[tail],))
+                pages[tail] = copy
+                self._copy_pending = True
+            elif self._partial is not None:
+                source, owner = self._partial
+                manager._copy(source, new[0])
+                manager.index.unpin(owner)
+                self._partial = None
+                self._copy_pending = True
+            pages += new
+        self._room = len(pages) * page_size
+        return 0
+
+    def _give_up_partial(self) -> None:
+        """Forgo the partial hit: the page it would be copied from may be the very page that is missing."""
+        assert self._partial is not None
+        self._manager.index.unpin(self._partial[1])
+        self._partial = None
+        self.computed = self.cached_tokens = len(self.pages) * self._manager.page_size
+
+    def append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._tokens += token.to_bytes(TOKEN_BYTES, "little")
+
+    def commit(self, count: int) -> None:
+        self.computed += count
+        self._copy_pending = False
+        full = self.computed // self._manager.page_size
+        if full > self._indexed and self._publish:
+            self._publish_pages(full)
+
+    def _publish_pages(self, full: int) -> None:
+        manager, index, first = self._manager, self._manager.index, self._indexed
+        if self._is_forgotten():
+            return
+        mine = self.pages[first:full]
+        tokens = bytes(self._tokens[first * index.page_bytes : full * index.page_bytes])
+        node, kept = index.insert(self._node, tokens, mine)
+        # Where another lease was first, switch to its pages before giving back our own.
+        self.pages[first : first + len(kept)] = kept
+        self._indexed += len(kept)
+        manager.pool.release([own for own, page in zip(mine, kept, strict=False) if own != page])
+        if node is not self._node:
+            index.pin(node)
+            index.unpin(self._node)
+            self._node = node
+        if len(kept) < len(mine):
+            self._publish = False
+        manager._announce(self)
+
+    def _is_forgotten(self) -> bool:
+        """The tree this lease stands on was dropped by a reset: publish nothing more."""
+        root = self._node
+        while root.parent is not None:
+            root = root.parent
+        if root.dead:
+            self._publish = False
+            self._manager._announce(self)
+        return root.dead
+
+    def fork(self) -> Lease:
+        manager = self._manager
+        child = Lease(manager, self._tokens, self._node, publish=self._publish)
+        child.computed = self.computed
+        child.cached_tokens = self.cached_tokens
+        child.pages = self.pages[: manager.pages_for(self.computed)]
+        child._indexed = self._indexed
+        child._copy_pending = self._copy_pending
+        child._partial = self._partial
+        manager.index.pin(child._node)
+        if child._partial is not None:
+            manager.index.pin(child._partial[1])
+        manager.pool.share(child.pages[child._indexed :])
+        self._room = child._room = 0
+        return child
+
+    def close(self, *, publish_tail: bool = True) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        manager, index = self._manager, self._manager.index
+        manager._announce(self)
+        private = self.pages[self._indexed :]
+        if publish_tail and private and self._has_tail() and not self._is_forgotten():
+            tokens = bytes(self._tokens[self._indexed * index.page_bytes : self.computed * TOKEN_BYTES])
+            if index.insert_tail(self._node, tokens, private[0]):
+                del private[0]
+        manager.pool.release(private)
+        if self._partial is not None:
+            self._give_up_partial()
+        index.touch(self._node)
+        index.unpin(self._node)
+        self.pages = []
+        self._room = 0
+
+    def _has_tail(self) -> bool:
+        """The first private page holds computed tokens, is ours alone and may be published."""
+        manager = self._manager
+        return (
+            self._publish
+            and not self._copy_pending
+            and self._indexed * manager.page_size < self.computed
+            and manager.pool.references[self.pages[self._indexed]] == 1
+        )
+
+    def _next_page(self) -> bytes:
+        """Tokens of the first page that isn't published yet; less than a page if they aren't all known."""
+        page_bytes = self._manager.index.page_bytes
+        return bytes(self._tokens[self._indexed * page_bytes : (self._indexed + 1) * page_bytes])

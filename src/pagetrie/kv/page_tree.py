@@ -1,0 +1,343 @@
+"""What both prefix indexes are made of: a tree of pages with pins, recency and leaf-tail eviction.
+
+A node is an edge label (tokens) with the pages that hold it. Only the deepest node of a held prefix is pinned; its
+ancestors are safe because eviction takes leaves only. A node is *active* while it or a descendant is pinned, *cached*
+otherwise.
+
+Recency: every operation has a tick of its own and touches a path from the root, so a cached parent is never older than
+its children and the least recently used leaf is unique. Eviction takes that leaf's last page first, so what remains
+is always a usable prefix.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from pagetrie.kv.pool import INDEXED, PagePool
+from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
+
+
+class Node:
+    """An edge of the tree with its pages.
+
+    Attributes:
+        tokens: the edge's token ids (u32 LE). Whole pages, or, for a *partial leaf*, less than one page. On a root:
+            the namespace.
+        pages: physical pages holding them.
+        keys, children: parallel, sorted by key; a key is the child's first page of tokens. Sorting puts the longest
+            common prefix with any query next to the query's place.
+        pins: leases whose held prefix ends at this node's end, or that are about to copy one of its pages.
+        active_children: children that are active.
+        last_used: tick of the last operation that touched it.
+        chain_key: key of the last page (hash index only).
+        dead: on a root: dropped by a reset, can't be matched any more.
+    """
+
+    __slots__ = (
+        "active_children",
+        "chain_key",
+        "children",
+        "dead",
+        "keys",
+        "last_used",
+        "pages",
+        "parent",
+        "pins",
+        "tokens",
+    )
+
+    def __init__(self, parent: Node | None, tokens: bytes | bytearray, pages: list[int], last_used: int) -> None:
+        self.parent = parent
+        self.tokens = bytearray(tokens)
+        self.pages = pages
+        self.keys: list[bytes] = []
+        self.children: list[Node] = []
+        self.pins = 0
+        self.active_children = 0
+        self.last_used = last_used
+        self.chain_key = b""
+        self.dead = False
+
+
+class Match:
+    """A matched prefix: full ``pages`` ending at ``node``, then ``partial_tokens`` tokens of ``partial_page``.
+
+    ``partial_owner`` is the node that owns that page, None without a partial match.
+    """
+
+    __slots__ = ("node", "pages", "partial_owner", "partial_page", "partial_tokens")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.pages: list[int] = []
+        self.partial_page = -1
+        self.partial_tokens = 0
+        self.partial_owner: Node | None = None
+
+
+class PageTree:
+    """Pins, recency, eviction and page counts. The radix and the hash index add how to match and insert.
+
+    Args:
+        pool: the pages' owner of record; pages in the tree are in its ``indexed`` state.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.indexed_pages = 0
+        self.active_pages = 0
+        self.evicted_pages = 0
+        self._roots: dict[bytes, Node] = {}
+        self._dead_roots: list[Node] = []
+        self._ticks = count(1)
+        self._order = count()
+        # (last_used, tie-break, node). Entries are checked when popped: stale ones do no harm.
+        self._evictable: list[tuple[int, int, Node]] = []
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that no lease holds. All can be evicted: under an inactive node everything is inactive."""
+        return self.indexed_pages - self.active_pages
+
+    def root(self, namespace: bytes) -> Node:
+        """The root of a namespace, made when first asked for."""
+        node = self._roots.get(namespace)
+        if node is None:
+            node = self._roots[namespace] = self._make_root(namespace)
+        return node
+
+    def _make_root(self, namespace: bytes) -> Node:
+        return Node(None, namespace, [], 0)
+
+    # -- pins and recency ----------------------------------------------------------------------------------------
+
+    def pin(self, node: Node) -> None:
+        """Protect the prefix that ends at ``node`` from eviction."""
+        node.pins += 1
+        if node.pins > 1 or node.active_children:
+            return
+        while True:
+            self.active_pages += len(node.pages)
+            parent = node.parent
+            if parent is None:
+                return
+            parent.active_children += 1
+            if parent.active_children > 1 or parent.pins:
+                return
+            node = parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one ``pin``."""
+        node.pins -= 1
+        while not node.pins and not node.active_children:
+            self.active_pages -= len(node.pages)
+            parent = node.parent
+            if parent is None:
+                self._on_idle_root(node)
+                return
+            if not node.children:
+                self._push(node)
+            parent.active_children -= 1
+            node = parent
+
+    def touch(self, node: Node) -> None:
+        """Mark the path from the root to ``node`` as used now."""
+        tick = next(self._ticks)
+        current: Node | None = node
+        while current is not None:
+            current.last_used = tick
+            current = current.parent
+
+    def _on_idle_root(self, root: Node) -> None:
+        """No lease stands on this tree any more: a dropped one gives everything back, an empty one goes."""
+        if root.dead:
+            for node in list(walk(root)):
+                self.pool.take_from_index(node.pages)
+                self.indexed_pages -= len(node.pages)
+                self._forget(node)
+                node.pages = []
+            self._dead_roots.remove(root)
+        elif not root.children:
+            del self._roots[bytes(root.tokens)]
+
+    # -- matching inside a page --------------------------------------------------------------------------------------
+
+    def _match_partial(self, match: Match, query: bytes) -> None:
+        """Extend ``match`` by the child whose first page shares the most leading tokens with ``query``."""
+        keys = match.node.keys
+        if not keys or not query:
+            return
+        place = bisect_left(keys, query)
+        best, best_child = 0, -1
+        for index in (place, place - 1):
+            if 0 <= index < len(keys):
+                shared = common_prefix(keys[index], query, 0, len(query)) // TOKEN_BYTES
+                if shared > best:
+                    best, best_child = shared, index
+        if best:
+            owner = match.node.children[best_child]
+            match.partial_tokens, match.partial_owner, match.partial_page = best, owner, owner.pages[0]
+
+    # -- growing and shrinking ---------------------------------------------------------------------------------------
+
+    def insert_tail(self, node: Node, tokens: bytes, page: int) -> bool:
+        """Add a partly filled page (less than a page of ``tokens``) below ``node``.
+
+        The page must be private to one holder. Returns False, and leaves it so, if the tree already holds these
+        tokens at this place; True if the tree took it.
+        """
+        place = bisect_left(node.keys, tokens)
+        if place < len(node.keys) and node.keys[place].startswith(tokens):
+            return False
+        child = self._add_child(node, tokens, [page])
+        self._push(child)
+        return True
+
+    def _add_child(self, node: Node, tokens: bytes, pages: list[int]) -> Node:
+        """Hang new pages below ``node``, replacing a partial leaf that they make superfluous."""
+        self.pool.give_to_index(pages)
+        child = Node(node, tokens, pages, next(self._ticks))
+        key = tokens[: self.page_bytes]
+        place = bisect_left(node.keys, key)
+        while place and key.startswith(node.keys[place - 1]) and not node.children[place - 1].pins:
+            place -= 1
+            self._remove_leaf(node.children[place])
+        node.keys.insert(place, key)
+        node.children.insert(place, child)
+        self.indexed_pages += len(pages)
+        return child
+
+    def _remove_leaf(self, node: Node) -> None:
+        """Take an unpinned leaf out of the tree and free its pages."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.pins
+        self.pool.take_from_index(node.pages)
+        self.indexed_pages -= len(node.pages)
+        self._unlink(node)
+
+    def _unlink(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        place = bisect_left(parent.keys, bytes(node.tokens[: self.page_bytes]))
+        assert parent.children[place] is node
+        del parent.keys[place], parent.children[place]
+        node.pages = []
+        self._forget(node)
+
+    def _forget(self, node: Node) -> None:
+        """A node leaves the tree; the hash index drops its key."""
+
+    # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def _push(self, node: Node) -> None:
+        heap = self._evictable
+        if len(heap) > 4 * self.pool.num_pages + 64:
+            heap[:] = [entry for entry in heap if self._is_current(entry)]
+            heapify(heap)
+        heappush(heap, (node.last_used, next(self._order), node))
+
+    @staticmethod
+    def _is_current(entry: tuple[int, int, Node]) -> bool:
+        tick, _, node = entry
+        return bool(node.pages) and not node.children and not node.pins and node.last_used == tick
+
+    def evict(self, wanted: int) -> int:
+        """Free up to ``wanted`` cached pages, least recently used leaf first, its last page first.
+
+        Returns how many were freed: ``min(wanted, cached_pages)``.
+        """
+        heap, freed = self._evictable, 0
+        while freed < wanted and heap:
+            if not self._is_current(heap[0]):
+                heappop(heap)
+                continue
+            node = heap[0][2]
+            count_here = min(wanted - freed, len(node.pages))
+            freed += count_here
+            self.indexed_pages -= count_here
+            self.evicted_pages += count_here
+            if count_here < len(node.pages):
+                self.pool.take_from_index(node.pages[: -count_here - 1 : -1])
+                del node.pages[-count_here:]
+                del node.tokens[len(node.pages) * self.page_bytes :]
+                break
+            heappop(heap)
+            self.pool.take_from_index(reversed(node.pages))
+            parent = node.parent
+            assert parent is not None
+            self._unlink(node)
+            if parent.children or parent.pins:
+                continue
+            if parent.parent is not None:
+                self._push(parent)
+            elif not parent.dead:
+                del self._roots[bytes(parent.tokens)]
+        return freed
+
+    def reset(self) -> tuple[int, int]:
+        """Forget everything: free what is cached, make what is held unmatchable until its holders let go.
+
+        Returns (pages freed now, pages still held).
+        """
+        freed = self.evict(self.cached_pages)
+        for root in self._roots.values():
+            root.dead = True
+            self._dead_roots.append(root)
+        self._roots.clear()
+        return freed, self.active_pages
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, parents before children."""
+        for root in [*self._roots.values(), *self._dead_roots]:
+            yield from walk(root)
+
+    def check(self) -> None:
+        """Recount by brute force (for tests). Raises AssertionError on any disagreement."""
+        pages: list[int] = []
+        active_pages = 0
+        current = {id(entry[2]) for entry in self._evictable if self._is_current(entry)}
+        for root in [*self._roots.values(), *self._dead_roots]:
+            assert root.children or root.pins, "an empty, unheld root was kept"
+            assert root.active_children == sum(1 for child in root.children if is_active(child))
+        for node in self.nodes():
+            assert node.parent is not None and node.pages
+            assert node.keys == sorted(node.keys) and len(set(node.keys)) == len(node.keys)
+            assert node.keys == [bytes(child.tokens[: self.page_bytes]) for child in node.children]
+            assert all(child.parent is node for child in node.children)
+            assert node.active_children == sum(1 for child in node.children if is_active(child))
+            if len(node.tokens) % self.page_bytes:
+                assert len(node.pages) == 1 and not node.children and len(node.tokens) < self.page_bytes
+            else:
+                assert len(node.tokens) == len(node.pages) * self.page_bytes
+            if is_active(node):
+                active_pages += len(node.pages)
+            elif not node.children:
+                assert id(node) in current, "an evictable leaf is not queued for eviction"
+            if not is_active(node) and node.parent.parent is not None and not is_active(node.parent):
+                assert node.parent.last_used >= node.last_used, "a cached parent is older than its child"
+            pages += node.pages
+        assert len(pages) == len(set(pages)) == self.indexed_pages
+        assert all(self.pool.state[page] == INDEXED for page in pages)
+        assert self.pool.state.count(INDEXED) == len(pages)
+        assert active_pages == self.active_pages
+
+
+def walk(root: Node) -> Iterator[Node]:
+    """The nodes below ``root``, parents first."""
+    stack = list(root.children)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children)
+
+
+def is_active(node: Node) -> bool:
+    return bool(node.pins or node.active_children)

@@ -1,0 +1,102 @@
+"""The page pool: which physical page belongs to whom.
+
+Every page is in exactly one state:
+
+- free: on the free list;
+- private: held by one or more leases, by reference count, and known to no index;
+- indexed: owned by the prefix index, whose pins decide whether it is active or merely cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+FREE, PRIVATE, INDEXED = 0, 1, 2
+
+
+class PageStateError(AssertionError):
+    """A page was asked to make a transition that its state doesn't allow. Always a bug in the cache manager."""
+
+
+class PagePool:
+    """Fixed set of physical pages, numbered from 0.
+
+    Args:
+        num_pages: how many pages exist.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least 1 page, got {num_pages}")
+        self.num_pages = num_pages
+        # Taken from the end: low page numbers first, and the most recently freed (warm) page first.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self.state = bytearray(num_pages)
+        self.references = [0] * num_pages
+        self.private_pages = 0
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free pages as private with one reference each. The caller has made sure they exist."""
+        free, state, references = self._free, self.state, self.references
+        if count > len(free):
+            raise PageStateError(f"{count} pages asked for, {len(free)} free")
+        pages = free[-count:][::-1] if count > 1 else [free[-1]]
+        del free[-count:]
+        for page in pages:
+            state[page] = PRIVATE
+            references[page] = 1
+        self.private_pages += count
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each private page."""
+        for page in pages:
+            if self.state[page] != PRIVATE:
+                raise PageStateError(f"page {page} is not private")
+            self.references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference from each private page; those without any become free."""
+        for page in pages:
+            if self.state[page] != PRIVATE:
+                raise PageStateError(f"page {page} is not private")
+            self.references[page] -= 1
+            if not self.references[page]:
+                self.state[page] = FREE
+                self.private_pages -= 1
+                self._free.append(page)
+
+    def give_to_index(self, pages: Iterable[int]) -> None:
+        """Hand private pages with exactly one holder over to the index."""
+        for page in pages:
+            if self.state[page] != PRIVATE or self.references[page] != 1:
+                raise PageStateError(f"page {page} is not private to one holder")
+            self.state[page] = INDEXED
+            self.references[page] = 0
+            self.private_pages -= 1
+
+    def take_from_index(self, pages: Iterable[int]) -> None:
+        """The index lets go of pages; they become free."""
+        for page in pages:
+            if self.state[page] != INDEXED:
+                raise PageStateError(f"page {page} is not indexed")
+            self.state[page] = FREE
+            self._free.append(page)
+
+    def check(self) -> None:
+        """Recount everything by brute force. Raises PageStateError on any disagreement (for tests)."""
+        if len(set(self._free)) != len(self._free):
+            raise PageStateError("a page is on the free list twice")
+        if any(self.state[page] != FREE for page in self._free):
+            raise PageStateError("a page on the free list is not free")
+        if self.state.count(FREE) != len(self._free):
+            raise PageStateError("a free page is missing from the free list")
+        if self.state.count(PRIVATE) != self.private_pages:
+            raise PageStateError("the count of private pages is off")
+        for page, references in enumerate(self.references):
+            if (references > 0) != (self.state[page] == PRIVATE):
+                raise PageStateError(f"page {page} has {references} references in state {self.state[page]}")
