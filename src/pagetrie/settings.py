@@ -78,7 +78,7 @@ class Settings(BaseSettings):
         None, "The name clients ask for.", MODEL, shown="the model's own name", min_length=1
     )
     weights: Literal["fp16", "fp32"] = _option("fp16", "Precision of the weights in memory.", MODEL)
-    chat_template: Path | None = _option(None, "A Jinja file to use in place of the model's chat template.", MODEL)
+    chat_template: Path | None = _option(None, "A Jinja file to use for chats.", MODEL, shown="the model's own")
     cache_dir: Path | None = _option(
         None, "Folder for what is made once and kept (converted tokenizers).", MODEL, shown="~/.cache/pagetrie"
     )
@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", SERVER, ge=0, le=65535)
     max_body_size: Size = _option("16MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
     shutdown_timeout: float = _option(
-        30.0, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
+        30, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
     )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
 

@@ -1,0 +1,81 @@
+"""The flags of the command line: one per setting, with its help, and nothing that slows the help down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagetrie import __version__, settings
+
+
+def pagetrie(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, in ``cwd``, without the caller's PAGETRIE_* variables."""
+    environment = {k: v for k, v in os.environ.items() if not k.upper().startswith("PAGETRIE_")}
+    source = str(Path(settings.__file__).parents[1])
+    environment |= {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": source, **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "pagetrie.cli", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_every_setting_has_a_flag_with_its_help_and_its_default(tmp_path: Path) -> None:
+    shown = pagetrie("serve", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    for name, field in settings.fields().items():
+        spelled = "MODEL" if name == "model" else settings.flag(name) + " "
+        assert spelled in shown.stdout, name
+        assert field.description in shown.stdout, name
+    assert "default: None" not in shown.stdout
+    assert "PAGETRIE_PORT=8123" in shown.stdout
+
+
+def test_the_demo_has_its_own_options_and_none_of_the_servers(tmp_path: Path) -> None:
+    shown = pagetrie("demo", "--help", cwd=tmp_path).stdout
+    assert all(flag in shown for flag in ("--users", "--prompt-tokens", "--max-tokens", "--kv-memory", "--threads"))
+    assert "--port" not in shown
+
+
+def test_neither_help_nor_an_error_imports_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nsys.argv = ['pagetrie', 'serve', *sys.argv[1:]]\nfrom pagetrie.cli.main import run\n"
+        "try:\n    run()\nfinally:\n    assert 'torch' not in sys.modules and 'fastapi' not in sys.modules\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(settings.__file__).parents[1])}
+    for arguments, code in ((["--help"], 0), (["--page-size", "24"], 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stderr
+        assert "AssertionError" not in done.stderr
+
+
+def test_version(tmp_path: Path) -> None:
+    assert pagetrie("version", cwd=tmp_path).stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["--port", "http"], ["--weights", "int3"], ["a.gguf", "b.gguf"]])
+def test_a_usage_error_exits_with_2(arguments: list[str], tmp_path: Path) -> None:
+    done = pagetrie("serve", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Usage: pagetrie serve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["--page-size", "24"], {}, "--page-size: must be a power of two, got 24"),
+        ([], {"PAGETRIE_THREADS": "0"}, "PAGETRIE_THREADS: input should be greater than or equal to 1, got '0'"),
+        (["--config", "none.toml"], {}, "can't read the configuration file none.toml: No such file or directory"),
+        (["--num-pages", "5", "--kv-memory", "1GiB"], {}, "give either --kv-memory or num_pages, not both"),
+        (["missing.gguf"], {}, "missing.gguf: no such file or folder"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_1(
+    arguments: list[str], variables: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    done = pagetrie("serve", *arguments, cwd=tmp_path, **variables)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"pagetrie: {message}\n")
