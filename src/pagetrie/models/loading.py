@@ -1,0 +1,30 @@
+"""From a path to an opened model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagetrie import paths
+from pagetrie.errors import ModelLoadError
+from pagetrie.models.checkpoint import Checkpoint
+from pagetrie.models.gguf_checkpoint import GgufCheckpoint
+
+
+def load_checkpoint(path: Path, cache_dir: Path | None = None) -> Checkpoint:
+    """Open a model: a GGUF file, a Hugging Face folder, or a folder that holds one GGUF file.
+
+    Checks everything but the weights' values: headers, sizes, names, shapes, types, tokenizer. Weights are read
+    later, tensor by tensor.
+
+    Args:
+        path: the file or folder.
+        cache_dir: where a converted tokenizer is kept; the default is `pagetrie.paths.cache_dir`.
+
+    Raises:
+        ModelLoadError: with one line that says what is wrong, and where.
+    """
+    cache = paths.cache_dir() if cache_dir is None else cache_dir
+    path = path.expanduser()
+    if not path.exists():
+        raise ModelLoadError(f"{path}: no such file or folder")
+    return GgufCheckpoint(path, cache)
