@@ -1,0 +1,1 @@
+"""Scheduler, sequences and step loop. Imports the cache, no torch, no server."""

@@ -1,0 +1,453 @@
+"""The step loop: admit, plan, compute, commit, hand out.
+
+An ``Engine`` does nothing by itself; whoever owns it calls ``step`` while ``has_work``. It is not thread-safe, except
+for ``validate``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
+from pagetrie.engine.request import Request
+from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
+from pagetrie.engine.scheduler import Schedule, Scheduler
+from pagetrie.engine.sequence import RequestState, Sequence
+from pagetrie.engine.text_stream import TextStream, Vocabulary
+from pagetrie.errors import ConfigError, EngineError, InvalidRequestError, QueueFullError
+from pagetrie.kv import CacheStats, KVCache, ResetReport, encode_namespace
+
+log = logging.getLogger(__name__)
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of an engine.
+
+    Attributes:
+        max_model_len: longest sequence, prompt and output, in tokens.
+        max_num_seqs: sequences that run at once (seats).
+        max_num_batched_tokens: tokens computed per step.
+        max_queue: requests that may wait.
+        model_fingerprint: part of every page's namespace.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queue: int = 1024
+    model_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), or decoding sequences would starve"
+            )
+
+
+class Engine:
+    """Serves requests over a paged cache.
+
+    Args:
+        runner: computes steps.
+        cache: the pages.
+        vocabulary: token bytes and end-of-sequence ids.
+        config: limits.
+        clock: seconds, for reports only; decisions never depend on it.
+        rng: draws seeds for requests that bring none.
+        observer: hears what happens.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        cache: KVCache,
+        vocabulary: Vocabulary,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        rng: random.Random,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._cache = cache
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._rng = rng
+        self._observer = observer or EngineObserver()
+        self._scheduler = Scheduler(
+            cache, max_seats=config.max_num_seqs, max_step_tokens=config.max_num_batched_tokens
+        )
+        self._states: dict[str, RequestState] = {}
+        self._arrivals = 0
+        # A sequence can neither outgrow the context nor an otherwise empty pool.
+        self.max_len = min(config.max_model_len, cache.num_pages * cache.page_size)
+
+    # -- the door ----------------------------------------------------------------------------------------------------
+
+    def validate(self, request: Request) -> None:
+        """Refuse what can never be served. Raises InvalidRequestError. Thread-safe."""
+        params, length = request.params, len(request.prompt_ids)
+        if length == 0:
+            raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+        vocab_size = self._vocabulary.vocab_size
+        for name, ids in (
+            ("prompt", request.prompt_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                bad = min(ids) if min(ids) < 0 else max(ids)
+                raise InvalidRequestError(
+                    f"token id {bad} is outside the vocabulary (0 to {vocab_size - 1})", param=name
+                )
+        if params.n > self.config.max_num_seqs:
+            raise InvalidRequestError(
+                f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
+            )
+        # The first token to generate needs a position too.
+        longest = self.max_len if params.max_tokens == 0 else self.max_len - 1
+        if length > longest:
+            pool = self._cache.num_pages * self._cache.page_size
+            limit = (
+                f"this model's maximum context length is {self.config.max_model_len} tokens"
+                if self.config.max_model_len <= pool
+                else f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
+            )
+            raise InvalidRequestError(
+                f"{limit}, but the prompt has {length} tokens and needs room for at least "
+                f"{0 if params.max_tokens == 0 else 1} more",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never be served, or its id is in use.
+            QueueFullError: the queue is at its cap.
+        """
+        self.validate(request)
+        if request.request_id in self._states:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use", param="request_id")
+        if self.num_waiting >= self.config.max_queue:
+            raise QueueFullError(self.config.max_queue)
+        params = request.params
+        room = self.max_len - len(request.prompt_ids)
+        state = RequestState(
+            request=request,
+            order=self._arrivals,
+            namespace=self._namespace(request.namespace_salt),
+            arrival=self._clock(),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            prompt_logprobs_due=params.prompt_logprobs is not None,
+        )
+        self._arrivals += 1
+        seed = self._rng.getrandbits(64) if params.seed is None else params.seed
+        root = Sequence(
+            state=state, index=0, seed=seed & _SEED_MASK, ids=list(request.prompt_ids), text=self._text(state)
+        )
+        root.forks = params.n - 1 if state.max_tokens else 0
+        state.sequences.append(root)
+        self._states[request.request_id] = state
+        self._scheduler.add(root)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in whatever phase it is; its pages are free when this returns.
+
+        Returns the final output for a listener that is still there; None if no such request is in flight.
+        """
+        state = self._states.get(request_id)
+        return None if state is None else self._end(state, "abort")
+
+    def abort_all(self) -> list[RequestOutput]:
+        """End every request."""
+        return [self._end(state, "abort") for state in list(self._states.values())]
+
+    def reset_prefix_cache(self) -> ResetReport:
+        """Forget every stored prefix; see ``ResetReport`` for what running requests keep."""
+        return self._cache.reset()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def cache_stats(self) -> CacheStats:
+        return self._cache.stats()
+
+    @property
+    def page_size(self) -> int:
+        return self._cache.page_size
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what it brought, at most one output per request.
+
+        A failure of the runner ends the requests in the step with an error and leaves the others untouched.
+        """
+        started = self._clock()
+        plan = self._scheduler.schedule()
+        for sequence in plan.admitted:
+            self._on_admitted(sequence, started)
+        outputs: dict[str, RequestOutput] = {}
+        for sequence in plan.outgrown:
+            self._finish(sequence, "length", None, outputs)
+        prefill_tokens = sum(count for sequence, count in plan.shares.items() if count > 1 or not sequence.started)
+        generated = 0
+        if plan.shares:
+            try:
+                results = self._runner.execute(self._step_plan(plan))
+            except Exception as error:
+                log.exception("the runner failed; %d sequences end with an error", len(plan.shares))
+                for state in {sequence.state for sequence in plan.shares}:
+                    outputs[state.request.request_id] = self._end(state, "error", error)
+            else:
+                for (sequence, count), result in zip(plan.shares.items(), results, strict=True):
+                    generated += self._commit(sequence, count, result, outputs)
+        now = self._clock()
+        self._observer.on_step(
+            StepReport(
+                time=now,
+                duration=now - started,
+                running=self.num_running,
+                waiting=self.num_waiting,
+                computed_tokens=plan.tokens,
+                prefill_tokens=prefill_tokens,
+                generated_tokens=generated,
+                preemptions=len(plan.preempted),
+            )
+        )
+        return list(outputs.values())
+
+    def _on_admitted(self, sequence: Sequence, now: float) -> None:
+        state = sequence.state
+        if state.admitted_at is not None or sequence.lease is None:
+            return
+        state.admitted_at = now
+        state.cached_tokens = sequence.lease.cached_tokens
+        request = state.request
+        self._observer.on_admission(
+            AdmissionReport(request.request_id, now - state.arrival, len(request.prompt_ids), state.cached_tokens)
+        )
+
+    def _step_plan(self, plan: Schedule) -> StepPlan:
+        return StepPlan(
+            copies=self._cache.take_copies(),
+            sequences=[self._sequence_step(sequence, count) for sequence, count in plan.shares.items()],
+        )
+
+    def _sequence_step(self, sequence: Sequence, count: int) -> SequenceStep:
+        lease, state = sequence.lease, sequence.state
+        assert lease is not None
+        start, end = lease.computed, lease.computed + count
+        step = SequenceStep(token_ids=sequence.ids[start:end], start=start, pages=lease.pages)
+        if end == len(sequence.ids) and state.max_tokens:
+            step.samples = [self._sample_spec(sequence, choice) for choice in range(sequence.seats)]
+        if state.prompt_logprobs_due:
+            step.prompt_targets = sequence.ids[start + 1 : end + 1]
+            step.prompt_logprobs = state.request.params.prompt_logprobs or 0
+        return step
+
+    def _sample_spec(self, sequence: Sequence, fork: int) -> SampleSpec:
+        params = sequence.state.request.params
+        banned: list[int] = []
+        if len(sequence.output_ids) < params.min_tokens:
+            banned = [*params.stop_token_ids] if params.ignore_eos else [*params.stop_token_ids, *self._eos()]
+        return SampleSpec(
+            params=params,
+            seed=(sequence.seed + fork) & _SEED_MASK,
+            prompt_ids=sequence.state.request.prompt_ids,
+            output_ids=sequence.output_ids,
+            banned_ids=banned,
+        )
+
+    def _commit(
+        self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]
+    ) -> int:
+        """Take in what a step gave for a sequence. Returns the number of tokens handed out."""
+        lease, state = sequence.lease, sequence.state
+        assert lease is not None
+        lease.commit(count)
+        if state.prompt_logprobs_due:
+            state.prompt_logprobs += result.prompt_logprobs
+        if lease.computed < len(sequence.ids):
+            return 0
+        output = self._output(state, outputs)
+        if state.prompt_logprobs_due:
+            output.prompt_logprobs = [None, *state.prompt_logprobs]
+            state.prompt_logprobs_due = False
+        if not state.max_tokens:
+            self._finish(sequence, "length", None, outputs)
+            return 0
+        sequences = [sequence, *self._fork(sequence)]
+        return sum(
+            self._append(choice, token, outputs) for choice, token in zip(sequences, result.samples, strict=True)
+        )
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
+        """Make the choices that share the prompt just computed."""
+        state, lease, children = sequence.state, sequence.lease, []
+        assert lease is not None
+        for index in range(1, sequence.seats):
+            child = Sequence(
+                state=state,
+                index=index,
+                seed=(sequence.seed + index) & _SEED_MASK,
+                ids=sequence.ids.copy(),
+                text=self._text(state),
+                lease=lease.fork(),
+            )
+            children.append(child)
+            state.sequences.append(child)
+        sequence.forks = 0
+        for child in children:
+            self._scheduler.start_fork(child)
+        return children
+
+    def _append(self, sequence: Sequence, token: TokenLogprob, outputs: dict[str, RequestOutput]) -> int:
+        """Give a choice its next token; end it if this was the last. Returns 1 if the token was handed out, else 0."""
+        state, lease, params = sequence.state, sequence.lease, sequence.state.request.params
+        assert lease is not None
+        token_id = token.token_id
+        if token_id in params.stop_token_ids:
+            self._finish(sequence, "stop", token_id, outputs)
+            return 0
+        if token_id in self._eos() and not params.ignore_eos:
+            self._finish(sequence, "stop", None, outputs)
+            return 0
+        sequence.ids.append(token_id)
+        sequence.output_ids.append(token_id)
+        lease.append((token_id,))
+        state.completion_tokens += 1
+        delta = self._delta(sequence, outputs)
+        delta.token_ids.append(token_id)
+        if params.logprobs is not None:
+            delta.logprobs.append(token)
+        delta.text += sequence.text.push(token_id, may_stop=len(sequence.output_ids) >= params.min_tokens)
+        self._report_token(sequence)
+        if sequence.text.stopped is not None:
+            self._finish(sequence, "stop", sequence.text.stopped, outputs)
+        elif len(sequence.output_ids) >= state.max_tokens:
+            self._finish(sequence, "length", None, outputs)
+        return 1
+
+    def _report_token(self, sequence: Sequence) -> None:
+        state, now = sequence.state, self._clock()
+        first = sequence.last_token_at is None
+        since = state.arrival if sequence.last_token_at is None else sequence.last_token_at
+        if state.first_token_at is None:
+            state.first_token_at = now
+        sequence.last_token_at = now
+        self._observer.on_token(TokenReport(state.request.request_id, first, now - since))
+
+    # -- endings -----------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_reason: str | int | None,
+        outputs: dict[str, RequestOutput],
+    ) -> None:
+        """End one choice; with the last one, the request."""
+        delta = self._delta(sequence, outputs)
+        delta.text += sequence.text.finish()
+        if sequence.text.stopped is not None and reason in ("stop", "length"):
+            # Held-back text completed a stop string only now, at the very end.
+            reason, stop_reason = "stop", sequence.text.stopped
+        delta.finish_reason, delta.stop_reason = reason, stop_reason
+        # After a failed step the last page's content is in doubt.
+        self._scheduler.remove(sequence, publish_tail=reason != "error")
+        state = sequence.state
+        state.sequences.remove(sequence)
+        if not state.sequences:
+            self._output(state, outputs).finished = True
+            del self._states[state.request.request_id]
+        self._report_finish(sequence, reason)
+
+    def _end(self, state: RequestState, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
+        """End all choices of a request at once."""
+        outputs: dict[str, RequestOutput] = {}
+        for sequence in state.sequences.copy():
+            self._finish(sequence, reason, None, outputs)
+        output = outputs[state.request.request_id]
+        if error is not None:
+            output.error = EngineError(f"the model failed on this request ({type(error).__name__}); try again")
+        return output
+
+    def _report_finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        state, now = sequence.state, self._clock()
+        request, admitted, first = state.request, state.admitted_at, state.first_token_at
+        self._observer.on_finish(
+            FinishReport(
+                request_id=request.request_id,
+                reason=reason,
+                n=request.params.n,
+                max_tokens=state.max_tokens,
+                prompt_tokens=len(request.prompt_ids),
+                generated_tokens=len(sequence.output_ids),
+                cached_tokens=state.cached_tokens,
+                e2e_time=now - state.arrival,
+                queue_time=None if admitted is None else admitted - state.arrival,
+                prefill_time=None if admitted is None or first is None else first - admitted,
+                decode_time=None if first is None else now - first,
+                last_of_request=not state.sequences,
+            )
+        )
+
+    # -- small helpers -----------------------------------------------------------------------------------------------
+
+    def _output(self, state: RequestState, outputs: dict[str, RequestOutput]) -> RequestOutput:
+        output = outputs.get(state.request.request_id)
+        if output is None:
+            output = RequestOutput(
+                request_id=state.request.request_id,
+                prompt_tokens=len(state.request.prompt_ids),
+                cached_tokens=state.cached_tokens,
+            )
+            outputs[state.request.request_id] = output
+        output.completion_tokens = state.completion_tokens
+        return output
+
+    def _delta(self, sequence: Sequence, outputs: dict[str, RequestOutput]) -> ChoiceDelta:
+        output = self._output(sequence.state, outputs)
+        for delta in output.choices:
+            if delta.index == sequence.index:
+                return delta
+        delta = ChoiceDelta(sequence.index)
+        output.choices.append(delta)
+        return delta
+
+    def _text(self, state: RequestState) -> TextStream:
+        params = state.request.params
+        return TextStream(self._vocabulary, params.stop, skip_special=params.skip_special_tokens)
+
+    def _eos(self) -> frozenset[int]:
+        return frozenset(self._vocabulary.eos_ids)
+
+    def _namespace(self, salt: str) -> bytes:
+        return encode_namespace(
+            {
+                "model": self.config.model_fingerprint,
+                "page_size": self._cache.page_size,
+                "salt": salt or None,
+            }
+        )

@@ -1,0 +1,73 @@
+"""Requests and sequences in flight: what the scheduler moves between waiting and running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagetrie.engine.request import Request
+from pagetrie.engine.runner import TokenLogprob
+from pagetrie.engine.text_stream import TextStream
+from pagetrie.kv import CacheLease, PendingPage
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request in flight and its choices.
+
+    Attributes:
+        order: arrival number; older requests go first and are preempted last.
+        max_tokens: tokens each choice may generate, after the context's and the pool's limits.
+        sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
+    """
+
+    request: Request
+    order: int
+    namespace: bytes
+    arrival: float
+    max_tokens: int
+    sequences: list[Sequence] = field(default_factory=list)
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs_due: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: its tokens, and its lease while it runs.
+
+    Attributes:
+        ids: prompt and output tokens.
+        output_ids: the output alone.
+        lease: pages held; None while waiting.
+        forks: choices still to be forked from this one once the prompt is computed (n - 1, then 0).
+        awaits: another sequence computes this one's next page; worth waiting for.
+        last_token_at: when the previous token was made.
+    """
+
+    state: RequestState
+    index: int
+    seed: int
+    ids: list[int]
+    text: TextStream
+    forks: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    lease: CacheLease | None = None
+    awaits: PendingPage | None = None
+    last_token_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Age: arrival, then choice. Smaller is older."""
+        return self.state.order, self.index
+
+    @property
+    def seats(self) -> int:
+        """Seats this sequence takes once its choices exist."""
+        return 1 + self.forks
+
+    @property
+    def started(self) -> bool:
+        return bool(self.output_ids)
