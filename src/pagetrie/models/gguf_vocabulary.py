@@ -22,14 +22,13 @@ def read_vocabulary(metadata: GgufMetadata) -> GgufVocabulary:
 
     Raises ModelLoadError if there is no tokenizer, or its parts don't fit each other.
     """
-    if not metadata.has(_KEY + "model") or not metadata.has(_KEY + "tokens"):
+    tokens = metadata.array(_KEY + "tokens")
+    if tokens is None or not metadata.has(_KEY + "model"):
         raise metadata.error("the file holds no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)")
     model = metadata.text(_KEY + "model")
     if model not in _DEFAULT_IDS:
         raise metadata.error(f"tokenizer model {model!r} isn't supported (supported: {', '.join(_DEFAULT_IDS)})")
-    arrays = {name: metadata.array(_KEY + name) for name in ("tokens", "token_type", "scores", "merges")}
-    tokens = arrays["tokens"]
-    assert tokens is not None  # noqa: S101  has() said so
+    arrays = {"tokens": tokens} | {name: metadata.array(_KEY + name) for name in ("token_type", "scores", "merges")}
     for name in ("token_type", "scores"):
         array = arrays[name]
         if array is not None and array.count != tokens.count:
@@ -51,7 +50,6 @@ def read_vocabulary(metadata: GgufMetadata) -> GgufVocabulary:
         return default if value is None else value
 
     default_bos, default_eos = (i if i < tokens.count else None for i in _DEFAULT_IDS[model])
-    ends = (token_id("eos", default_eos), token_id("eot"), token_id("eom"))
     digest = blake3()
     for name, array in arrays.items():
         raw = b"" if array is None else bytes(array.raw)
@@ -68,7 +66,8 @@ def read_vocabulary(metadata: GgufMetadata) -> GgufVocabulary:
         scores=numbers("scores"),
         merges=strings("merges"),
         bos_id=token_id("bos", default_bos),
-        eos_ids=frozenset(i for i in ends if i is not None),
+        eos_id=token_id("eos", default_eos),
+        end_ids=frozenset(i for i in (token_id("eot"), token_id("eom")) if i is not None),
         add_bos=metadata.flag(_KEY + "add_bos_token"),
         add_space_prefix=metadata.flag(_KEY + "add_space_prefix"),
         chat_template=metadata.text(template) if metadata.has(template) else None,

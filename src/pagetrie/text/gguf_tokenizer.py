@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from pagetrie import paths
 from pagetrie.errors import ModelLoadError
 from pagetrie.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from pagetrie.text.tokenizer import Tokenizer, end_ids
+from pagetrie.text.tokenizer import Tokenizer
 
 # Part of the cache key: to be raised whenever the conversion below changes its result.
 _CONVERSION = "1"
@@ -37,7 +37,7 @@ class GgufVocabulary:
         digest: hex digest of the arrays' bytes.
         size: number of tokens.
         token_types, scores, merges: empty where the file has none.
-        eos_ids: ids that the file itself says end a text.
+        end_ids: further ids that the file says end a turn or a message.
         add_bos, add_space_prefix: None where the file doesn't say.
     """
 
@@ -51,7 +51,8 @@ class GgufVocabulary:
     scores: Callable[[], list[float]]
     merges: Callable[[], list[str]]
     bos_id: int | None
-    eos_ids: frozenset[int]
+    eos_id: int | None
+    end_ids: frozenset[int]
     add_bos: bool | None
     add_space_prefix: bool | None
     chat_template: str | None
@@ -68,7 +69,8 @@ def tokenizer_from_gguf(vocabulary: GgufVocabulary, cache_dir: Path, *, vocab_si
         backend,
         vocab_size=vocab_size,
         bos_id=vocabulary.bos_id,
-        eos_ids=vocabulary.eos_ids | end_ids(backend),
+        eos_id=vocabulary.eos_id,
+        end_ids=vocabulary.end_ids,
         chat_template=vocabulary.chat_template,
     )
 

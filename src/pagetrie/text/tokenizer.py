@@ -29,19 +29,15 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def end_ids(backend: Backend) -> frozenset[int]:
-    """Ids of the special tokens that end a turn or a text by common custom."""
-    special = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
-    return frozenset(special[text] for text in _END_TEXTS if text in special)
-
-
 class Tokenizer:
     """A model's tokenizer. Safe to use from several threads.
 
     Attributes:
         vocab_size: token ids are 0 to vocab_size - 1: the model's embedding rows, which may be more than its tokens.
-        eos_ids: every id that ends a generation (end of sequence, end of turn).
-        bos_id: the token that begins a text, or None.
+        bos_id: the token that begins a text, or None; ``bos_token`` is its text.
+        eos_id: the token that the model names as end of sequence, or None; ``eos_token`` is its text.
+        eos_ids: every id that ends a generation: ``eos_id``, those given as ``end_ids``, and special tokens that end a
+            turn or a text by common custom (``<|im_end|>``, ``<|eot_id|>``, ...).
         special_ids: control tokens; left out of text by default.
         chat_template: the model's Jinja chat template, or None.
     """
@@ -52,7 +48,8 @@ class Tokenizer:
         *,
         vocab_size: int,
         bos_id: int | None,
-        eos_ids: frozenset[int],
+        eos_id: int | None,
+        end_ids: frozenset[int] = frozenset(),
         chat_template: str | None,
     ) -> None:
         """Raises ModelLoadError if the tokenizer's kind isn't supported (byte-level and SentencePiece BPE are)."""
@@ -61,10 +58,14 @@ class Tokenizer:
         self._backend.no_padding()
         self.vocab_size = vocab_size
         self.bos_id = bos_id
-        self.eos_ids = eos_ids
+        self.eos_id = eos_id
+        self.bos_token = self._token_or_none(bos_id)
+        self.eos_token = self._token_or_none(eos_id)
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        named = end_ids if eos_id is None else end_ids | {eos_id}
+        self.eos_ids = named | {index for index in self.special_ids if added[index].content in _END_TEXTS}
         self._added = {index: token.content.encode("utf-8") for index, token in added.items()}
         self._bytes: list[bytes | None] = [None] * vocab_size
         # Some files name tokens that the model has no embedding for.
@@ -82,6 +83,9 @@ class Tokenizer:
             or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
             for step in steps
         )
+
+    def _token_or_none(self, token_id: int | None) -> str | None:
+        return None if token_id is None else self._backend.id_to_token(token_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; special tokens written in it become their ids.
