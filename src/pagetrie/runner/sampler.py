@@ -1,0 +1,231 @@
+"""Drawing tokens from logits, and log-probabilities.
+
+A draw is a function of the logits, the parameters, the choice's seed and the number of the draw; nothing is kept
+between steps. So preempting a sequence, or batching it with others, leaves its randomness as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import log
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.runner import SampleSpec, TokenLogprob
+from pagetrie.errors import EngineError
+
+LOWEST_LOGPROB = -9999.0
+_CANDIDATES = 256
+"""Likeliest tokens to look at first where top_p or min_p, not top_k, decide how many are kept."""
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+def uniform(seed: int, draw: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same for equal arguments on every machine.
+
+    Args:
+        seed: any integer; its lowest 64 bits count.
+        draw: the number of the draw, from 0.
+    """
+    key = (seed & (2**64 - 1)).to_bytes(8, "little")
+    digest = blake2b(draw.to_bytes(8, "little"), digest_size=8, key=key).digest()
+    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec]) -> list[TokenLogprob]:
+    """Draw one token per spec.
+
+    Args:
+        logits: float32 [n, vocab_size]; not changed.
+        rows: the row that each spec draws from; several may draw from one.
+        specs: what to draw. Ids outside of the vocabulary name no token and are passed over.
+
+    Returns:
+        The tokens in the order of ``specs``; ``logprob`` and ``top`` are filled for those that ask for logprobs.
+
+    Raises:
+        EngineError: a row holds NaN or has no finite maximum, so the model failed.
+    """
+    maxima, likeliest = logits.max(dim=-1)
+    if not bool(torch.isfinite(maxima).all()):
+        raise EngineError("the model's logits are not finite numbers")
+    best = likeliest.tolist()
+    tokens = [best[row] for row in rows]
+    special = [i for i, spec in enumerate(specs) if not spec.params.greedy or _adjusts(spec)]
+    if special:
+        changed = logits[[rows[i] for i in special]]
+        for row, i in zip(changed, special, strict=True):
+            if _adjusts(specs[i]):
+                _adjust(row, specs[i])
+        for i, token in zip(special, _draw(changed, [specs[i] for i in special]), strict=True):
+            tokens[i] = token
+
+    asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
+    results = [TokenLogprob(token, 0.0) for token in tokens]
+    if asked:
+        chosen = logits[[rows[i] for i in asked]]
+        counts = [specs[i].params.logprobs or 0 for i in asked]
+        for i, result in zip(asked, token_logprobs(chosen, [tokens[i] for i in asked], counts), strict=True):
+            results[i] = result
+    return results
+
+
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Log-probabilities of given tokens and of the likeliest ones.
+
+    Args:
+        logits: float32 [n, vocab_size].
+        tokens: n ids.
+        counts: how many of the likeliest to report for each, ties by lower id.
+
+    Raises:
+        EngineError: a row holds NaN or has no finite maximum.
+    """
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+    if not bool(torch.isfinite(normaliser).all()):
+        raise EngineError("the model's logits are not finite numbers")
+    chosen = logits.gather(1, torch.tensor(tokens).unsqueeze(1)) - normaliser
+    own = chosen.squeeze(1).clamp_(min=LOWEST_LOGPROB).tolist()
+    if not any(counts):
+        return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+    values, ids = _likeliest(logits, max(counts))
+    values = np.maximum(values - normaliser.numpy(), np.float32(LOWEST_LOGPROB))
+    return [
+        TokenLogprob(token, value, tuple(zip(top_ids[:n].tolist(), top_values[:n].tolist(), strict=True)))
+        for token, value, n, top_ids, top_values in zip(tokens, own, counts, ids, values, strict=True)
+    ]
+
+
+def _likeliest(logits: torch.Tensor, k: int) -> tuple[npt.NDArray[np.float32], Ids]:
+    """The k largest of each row, [n, k], by falling value, equal ones by rising id."""
+    k = min(k, logits.shape[1])
+    top = torch.topk(logits, min(k + 1, logits.shape[1]))
+    values, ids = top.values.numpy(), top.indices.numpy()
+    order = np.lexsort((ids, -values), axis=-1)
+    values, ids = np.take_along_axis(values, order, -1), np.take_along_axis(ids, order, -1)
+    if values.shape[1] > k:
+        # Of values equal to the k-th, topk returns any.
+        for row in np.flatnonzero(values[:, k - 1] == values[:, k]):
+            whole = logits[row].numpy()
+            among = np.flatnonzero(whole >= values[row, k - 1])
+            ids[row, :k] = among[np.argsort(-whole[among], kind="stable")[:k]]
+    return values[:, :k], ids[:, :k]
+
+
+def _adjusts(spec: SampleSpec) -> bool:
+    p = spec.params
+    return bool(
+        p.logit_bias
+        or spec.banned_ids
+        or p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+    )
+
+
+def _adjust(row: torch.Tensor, spec: SampleSpec) -> None:
+    """Apply bias, bans and penalties to a row of logits, in place."""
+    p, vocab = spec.params, len(row)
+
+    def known(ids: Sequence[int]) -> torch.Tensor:
+        array = np.asarray(ids, dtype=np.int64)
+        return torch.from_numpy(array[(array >= 0) & (array < vocab)])
+
+    for token, bias in p.logit_bias.items():
+        if 0 <= token < vocab:
+            row[token] += bias
+    if spec.banned_ids:
+        row[known(spec.banned_ids)] = -torch.inf
+    if p.repetition_penalty != 1.0:
+        seen = known([*spec.prompt_ids, *spec.output_ids])
+        values = row[seen]  # an id that comes twice is set twice to the same value
+        row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if (p.presence_penalty or p.frequency_penalty) and spec.output_ids:
+        ids, counts = torch.unique(known(spec.output_ids), return_counts=True)
+        row[ids] -= p.frequency_penalty * counts + p.presence_penalty
+
+
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Draw one token from each row of adjusted logits, float32 [len(specs), vocab_size]; they are changed."""
+    temperatures = [1.0 if spec.params.greedy else spec.params.temperature for spec in specs]
+    logits /= torch.tensor(temperatures).unsqueeze(1)
+    maxima, likeliest = logits.max(dim=-1)
+    if not bool(torch.isfinite(maxima).all()):
+        raise EngineError("no token may be drawn: all are banned, or the logits are not finite numbers")
+    tokens: list[int] = likeliest.tolist()
+
+    filtered = [i for i, spec in enumerate(specs) if not spec.params.greedy and _filters(spec.params)]
+    if filtered:
+        wanted = max(spec.top_k if spec.top_k > 0 else _CANDIDATES for spec in (specs[i].params for i in filtered))
+        some = logits[filtered]
+        normalisers = torch.logsumexp(some, dim=-1).tolist()
+        values, ids = _likeliest(some, wanted)
+        for at, i in enumerate(filtered):
+            tokens[i] = _draw_filtered(some[at], values[at], ids[at], normalisers[at], specs[i])
+    for i, spec in enumerate(specs):
+        if not spec.params.greedy and not _filters(spec.params):
+            tokens[i] = _invert(torch.exp(logits[i] - maxima[i]).numpy(), uniform(spec.seed, len(spec.output_ids)))
+    return tokens
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _draw_filtered(
+    row: torch.Tensor, values: npt.NDArray[np.float32], ids: Ids, normaliser: float, spec: SampleSpec
+) -> int:
+    """Draw under min_p, top_k and top_p, given the row's likeliest tokens; look at all of them if those don't do."""
+    candidates = values.astype(np.float64)
+    kept = _kept(candidates, len(ids) == len(row), normaliser, spec.params)
+    if kept is None:
+        whole = row.numpy()
+        ids = np.argsort(-whole, kind="stable")
+        candidates = whole[ids].astype(np.float64)
+        kept = _kept(candidates, True, normaliser, spec.params) or len(ids)
+    weights = np.exp(candidates[:kept] - candidates[0])
+    return int(ids[_invert(weights, uniform(spec.seed, len(spec.output_ids)))])
+
+
+def _kept(values: Floats, complete: bool, normaliser: float, params: SamplingParams) -> int | None:
+    """How many of the likeliest tokens min_p, then top_k, then top_p keep (at least one).
+
+    Args:
+        values: scaled logits, falling.
+        complete: whether these are all there are.
+        normaliser: log-sum-exp of all there are.
+        params: the filters.
+
+    Returns:
+        The count, or None if it depends on tokens that are not in ``values``.
+    """
+    kept, certain = len(values), complete
+    if params.min_p > 0.0:
+        likely = int(np.searchsorted(-values, -(values[0] + log(params.min_p)), side="right"))
+        certain = certain or likely < kept
+        kept = min(kept, likely)
+    if 0 < params.top_k <= kept:
+        kept, certain = params.top_k, True
+    if params.top_p < 1.0:
+        if not certain and (params.min_p > 0.0 or params.top_k > 0):
+            return None  # top_p is a share of what the other filters keep, which isn't known
+        cumulated = np.cumsum(np.exp(values[:kept] - (values[0] if certain else normaliser)))
+        mass = params.top_p * (cumulated[-1] if certain else 1.0)
+        reached = int(np.searchsorted(cumulated, mass, side="left")) + 1
+        certain = certain or reached <= kept
+        kept = min(kept, reached)
+    return max(kept, 1) if certain else None
+
+
+def _invert(weights: npt.NDArray[np.floating], u: float) -> int:
+    """The index at which the cumulated weights first exceed the share u of their sum; never one of weight 0."""
+    cumulated = np.cumsum(weights, dtype=np.float64)
+    target = min(u * cumulated[-1], np.nextafter(cumulated[-1], 0.0))
+    return int(np.searchsorted(cumulated, target, side="right"))
