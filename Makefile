@@ -22,7 +22,8 @@ setup: ## make .venv: pinned dependencies, pagetrie itself, the bundled model (d
 	@mkdir -p .cache
 	@$(LOCK) $(MAKE) --no-print-directory _setup
 
-_setup: $(VENV)/.model
+_setup: $(VENV)/.installed
+	@$(BIN)/python -m pagetrie.bundled path >/dev/null 2>&1 || $(BIN)/python -m pagetrie.bundled fetch
 
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
@@ -40,10 +41,6 @@ $(VENV)/.created:
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	@touch $@
-
-$(VENV)/.model: src/pagetrie/bundled.py $(VENV)/.installed
-	$(BIN)/python -m pagetrie.bundled fetch
 	@touch $@
 
 serve: setup ## serve the bundled model: make serve PORT=8123 MODEL=/path/to/model ARGS="--num-pages 200"

@@ -75,7 +75,7 @@ class Settings(BaseSettings):
         None, "A GGUF file or a Hugging Face folder.", MODEL, shown="the bundled SmolLM2-135M-Instruct"
     )
     served_model_name: str | None = _option(
-        None, "The name clients ask for.", MODEL, shown="the model's own name", min_length=1
+        None, "The name clients ask for.", MODEL, shown="the file's or folder's name", min_length=1
     )
     weights: Literal["fp16", "fp32"] = _option("fp16", "Precision of the weights in memory.", MODEL)
     chat_template: Path | None = _option(None, "A Jinja file to use for chats.", MODEL, shown="the model's own")
@@ -115,7 +115,7 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Address to listen on.", SERVER, min_length=1)
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", SERVER, ge=0, le=65535)
-    max_body_size: Size = _option("16MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
+    max_body_size: Size = _option("8MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
     shutdown_timeout: float = _option(
         30, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
     )

@@ -1,0 +1,187 @@
+"""From settings to a running engine: opens the model, sizes the pool, puts the parts together."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagetrie.bundled import bundled_model_path
+from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.observer import EngineObserver
+from pagetrie.errors import ConfigError
+from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
+from pagetrie.models.config import ModelConfig
+from pagetrie.models.loading import load_checkpoint
+from pagetrie.runner.model_runner import ModelRunner
+from pagetrie.runner.storage import bytes_per_page
+from pagetrie.settings import Settings, flag, format_size, parse_size
+from pagetrie.text.chat_template import ChatTemplate
+from pagetrie.text.tokenizer import Tokenizer
+
+DEFAULT_KV_MEMORY = "1GiB"
+
+
+@dataclass(slots=True)
+class Parts:
+    """A model ready to run, and what stands around it.
+
+    Attributes:
+        name: what clients call the model.
+        max_model_len: longest prompt plus output, in tokens.
+        page_bytes: bytes of one page.
+    """
+
+    settings: Settings
+    name: str
+    config: ModelConfig
+    fingerprint: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    cache: KVCache
+    engine: Engine
+    max_model_len: int
+    page_bytes: int
+
+
+def build(
+    settings: Settings,
+    *,
+    make_observer: Callable[[str, int], EngineObserver] | None = None,
+    wrap_cache: Callable[[KVCache], KVCache] = lambda cache: cache,
+) -> Parts:
+    """Open the model and build its engine.
+
+    Args:
+        settings: the options.
+        make_observer: makes what hears the engine, from the model's name and its context limit in tokens.
+        wrap_cache: may put something around the cache, to watch it.
+
+    Raises:
+        ModelLoadError: the model can't be used.
+        ConfigError: the options don't fit the model or this machine.
+    """
+    path = settings.model if settings.model is not None else bundled_model_path()
+    checkpoint = load_checkpoint(path, settings.cache_dir)
+    config = checkpoint.config
+    page_bytes = bytes_per_page(config, settings.page_size, settings.kv_dtype)
+    num_pages = pool_pages(settings, page_bytes)
+    max_model_len = context_limit(settings, config.max_position, num_pages)
+    name = settings.served_model_name or _public_name(settings.model)
+    limits = engine_config(settings, max_model_len, checkpoint.fingerprint)
+    tokenizer = checkpoint.tokenizer()
+    template = _template(settings, tokenizer)
+    runner = ModelRunner(
+        checkpoint,
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        weights=settings.weights,
+        kv_dtype=settings.kv_dtype,
+        threads=settings.threads,
+    )
+    cache = wrap_cache(_cache(settings, num_pages, max_model_len))
+    engine = Engine(
+        runner=runner,
+        cache=cache,
+        vocabulary=tokenizer,
+        config=limits,
+        clock=time.monotonic,
+        rng=random.Random(settings.seed),
+        observer=make_observer(name, max_model_len) if make_observer else None,
+    )
+    return Parts(
+        settings=settings,
+        name=name,
+        config=config,
+        fingerprint=checkpoint.fingerprint,
+        tokenizer=tokenizer,
+        chat_template=template,
+        cache=cache,
+        engine=engine,
+        max_model_len=max_model_len,
+        page_bytes=page_bytes,
+    )
+
+
+def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "") -> EngineConfig:
+    """The engine's own limits. What decides the bytes of a page goes into its namespace with the fingerprint.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    return EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_queue=settings.max_queue,
+        model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}",
+    )
+
+
+def pool_pages(settings: Settings, page_bytes: int) -> int:
+    """Pages in the pool: as told, or as many as the memory holds.
+
+    Raises:
+        ConfigError: the memory doesn't hold one page.
+    """
+    if settings.num_pages is not None:
+        return settings.num_pages
+    memory = settings.kv_memory if settings.kv_memory is not None else int(str(parse_size(DEFAULT_KV_MEMORY)))
+    if memory < page_bytes:
+        raise ConfigError(
+            f"{flag('kv_memory')} of {format_size(memory)} holds no page: "
+            f"one page of {settings.page_size} tokens takes {format_size(page_bytes)} with this model"
+        )
+    return memory // page_bytes
+
+
+def context_limit(settings: Settings, model_context: int, num_pages: int) -> int:
+    """The longest prompt plus output: what was asked for, else the model's context or the pool, whichever is smaller.
+
+    Raises:
+        ConfigError: more was asked for than the model or the pool can hold.
+    """
+    pool = num_pages * settings.page_size
+    if settings.max_model_len is None:
+        return min(model_context, pool)
+    if settings.max_model_len > model_context:
+        raise ConfigError(
+            f"{flag('max_model_len')} {settings.max_model_len} is more than the model's context of "
+            f"{model_context} tokens"
+        )
+    if settings.max_model_len > pool:
+        raise ConfigError(
+            f"{flag('max_model_len')} {settings.max_model_len} is more than the {pool} tokens that the pool of "
+            f"{num_pages} pages holds; give it more memory or pages"
+        )
+    return settings.max_model_len
+
+
+def _cache(settings: Settings, num_pages: int, max_model_len: int) -> KVCache:
+    if settings.kv_layout == "contiguous":
+        return ContiguousCacheManager(num_pages=num_pages, page_size=settings.page_size, max_tokens=max_model_len)
+    return CacheManager(num_pages=num_pages, page_size=settings.page_size, index=settings.prefix_index)
+
+
+def _public_name(model: Path | None) -> str:
+    """The file's or folder's name: what a file says about itself is often a trainer's working title."""
+    if model is None:
+        return "SmolLM2-135M-Instruct"
+    path = model.expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _template(settings: Settings, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source = None if settings.chat_template is None else _read(settings.chat_template)
+    return ChatTemplate.of(tokenizer, source) or None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read the chat template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the chat template {path} is not UTF-8 text") from error

@@ -1,0 +1,73 @@
+"""A cache that lets itself be measured: who holds which pages, and how much of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagetrie.kv import CacheLease, CacheStats, KVCache, ResetReport
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Pages that leases hold at one moment, each page counted once however many share it.
+
+    Attributes:
+        leases: leases that hold pages.
+        pages: distinct pages held.
+        slots: token slots in them.
+        used: slots that hold a token's keys and values.
+    """
+
+    leases: int
+    pages: int
+    slots: int
+    used: int
+
+
+class MeteredCache:
+    """A ``KVCache`` around another one, which notes the leases it gives out (not those made by fork)."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.num_pages = cache.num_pages
+        self.page_size = cache.page_size
+        self._leases: list[CacheLease] = []
+
+    def open(
+        self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
+    ) -> CacheLease:
+        lease = self._cache.open(tokens, namespace, lookup=lookup, publish=publish)
+        self._leases.append(lease)
+        return lease
+
+    @property
+    def available_pages(self) -> int:
+        return self._cache.available_pages
+
+    def pages_for(self, tokens: int) -> int:
+        return self._cache.pages_for(tokens)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        return self._cache.take_copies()
+
+    def stats(self) -> CacheStats:
+        return self._cache.stats()
+
+    def reset(self) -> ResetReport:
+        return self._cache.reset()
+
+    def check(self) -> None:
+        self._cache.check()
+
+    def measure(self) -> Holding:
+        """Count what is held now. A closed lease holds no page and is forgotten."""
+        self._leases = [lease for lease in self._leases if lease.pages]
+        used: dict[int, int] = {}
+        for lease in self._leases:
+            left = lease.computed
+            for page in lease.pages:
+                tokens = min(max(left, 0), self.page_size)
+                used[page] = max(used.get(page, 0), tokens)
+                left -= self.page_size
+        return Holding(len(self._leases), len(used), len(used) * self.page_size, sum(used.values()))

@@ -1,0 +1,64 @@
+"""``pagetrie serve``: the model, the engine on its thread, the HTTP server."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from pagetrie.assembly import Parts, build
+from pagetrie.engine.loop import EngineLoop
+from pagetrie.server.app import create_app
+from pagetrie.server.metrics import Metrics
+from pagetrie.server.serve import serve as run_until_stopped
+from pagetrie.settings import Settings, format_size
+
+
+def serve(settings: Settings) -> None:
+    """Serve until a signal says stop.
+
+    Raises:
+        ConfigError: an option doesn't fit the model or the machine, or the address is taken.
+        ModelLoadError: the model can't be used.
+    """
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    made: list[Metrics] = []
+
+    def make_metrics(name: str, max_model_len: int) -> Metrics:
+        labels = {
+            "cache_dtype": settings.kv_dtype,
+            "prefix_index": settings.prefix_index,
+            "kv_layout": settings.kv_layout,
+        }
+        made.append(Metrics(name, max_model_len, labels))
+        return made[0]
+
+    parts = build(settings, make_observer=make_metrics)
+    app = create_app(
+        loop=EngineLoop(parts.engine),
+        tokenizer=parts.tokenizer,
+        chat_template=parts.chat_template,
+        model_name=parts.name,
+        max_model_len=parts.max_model_len,
+        metrics=made[0],
+        max_body_bytes=settings.max_body_size,
+        system_fingerprint=f"pt_{parts.fingerprint[:12]}",
+    )
+    run_until_stopped(
+        app,
+        settings.host,
+        settings.port,
+        shutdown_timeout=settings.shutdown_timeout,
+        on_ready=lambda url: print(start_line(parts, url), flush=True),
+    )
+
+
+def start_line(parts: Parts, url: str) -> str:
+    """What a person wants to know first: the model, how much the pool holds, where to reach it."""
+    cache = parts.cache
+    return (
+        f"pagetrie serves {parts.name} at {url} "
+        f"(pool: {cache.num_pages:,} pages of {cache.page_size} tokens = {cache.num_pages * cache.page_size:,} tokens, "
+        f"{format_size(cache.num_pages * parts.page_bytes)}; context: {parts.max_model_len:,} tokens)"
+    )
