@@ -1,0 +1,205 @@
+"""The HTTP application: OpenAI's interface, the helpers around it and how errors are answered."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from pagetrie.errors import PagetrieError
+from pagetrie.server import chat, completions, tokenization
+from pagetrie.server.context import HttpError, ServerContext
+from pagetrie.server.disconnect import ClientGoneError
+from pagetrie.server.engine_api import Engine
+from pagetrie.server.errors import http_error, is_expected, model_not_found, to_api_error
+from pagetrie.server.logprobs import TokenNames
+from pagetrie.server.metrics import Metrics
+from pagetrie.server.middleware import AccessLog, BodyLimit, logger
+from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
+from pagetrie.server.workers import WorkerPool
+
+DEFAULT_MAX_BODY_BYTES = 8 * 2**20
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(
+    *,
+    loop: Engine,
+    tokenizer: TokenizerLike,
+    chat_template: ChatTemplateLike | None,
+    model_name: str,
+    max_model_len: int,
+    metrics: Metrics,
+    aliases: Sequence[str] = (),
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    prepare_threads: int = 4,
+    system_fingerprint: str | None = None,
+    clock: Callable[[], float] = time.time,
+    new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+) -> FastAPI:
+    """Build the application around one engine. Several may live in a process.
+
+    The engine is started when the application starts up (ASGI lifespan) and stopped when it shuts down.
+
+    Args:
+        loop: the engine on its thread.
+        tokenizer, chat_template: the model's; without a template chat is refused.
+        model_name: the name that /v1/models shows; requests may also use ``aliases`` or leave the name out.
+        max_model_len: the context limit in tokens, as told by /v1/models and /tokenize.
+        metrics: must also be the engine's observer to show anything.
+        max_body_bytes: larger request bodies get 413.
+        prepare_threads: threads that parse, render and tokenise ordinary requests.
+        system_fingerprint: told in every answer.
+        clock: seconds since the epoch, for ``created``.
+        new_id: the random part of request ids.
+    """
+    context = ServerContext(
+        loop=loop,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        model_name=model_name,
+        aliases=tuple(aliases),
+        max_model_len=max_model_len,
+        created=int(clock()),
+        metrics=metrics,
+        version=_version(),
+        system_fingerprint=system_fingerprint,
+        clock=clock,
+        new_id=new_id,
+        workers=WorkerPool(prepare_threads),
+        names=TokenNames(tokenizer),
+    )
+    metrics.bind(loop.snapshot)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        loop.start()
+        try:
+            yield
+        finally:
+            context.stopping = True
+            await loop.stop()
+            context.workers.close()
+
+    app = FastAPI(title="pagetrie", version=context.version, lifespan=lifespan, openapi_url=None)
+    app.state.context = context
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(AccessLog)
+    _add_error_handlers(app)
+    _add_generation_routes(app, context)
+    _add_service_routes(app, context)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_route(request: Request) -> Response:
+        return await chat.chat_completions(context, request)
+
+    @app.post("/v1/completions")
+    async def completions_route(request: Request) -> Response:
+        return await completions.completions(context, request)
+
+    @app.post("/tokenize")
+    async def tokenize_route(request: Request) -> Response:
+        return await tokenization.tokenize(context, request)
+
+    @app.post("/detokenize")
+    async def detokenize_route(request: Request) -> Response:
+        return await tokenization.detokenize(context, request)
+
+
+def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
+    def model_card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "pagetrie",
+            "root": context.model_name,
+            "parent": None,
+            "max_model_len": context.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        names = [context.model_name, *context.aliases]
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in (context.model_name, *context.aliases):
+            raise model_not_found(name)
+        return JSONResponse(model_card(name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken, 503 with the reason while not."""
+        if context.stopping:
+            return JSONResponse({"status": "stopping"}, 503)
+        if not context.loop.is_alive():
+            return JSONResponse({"status": "dead"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return JSONResponse({"version": context.version})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Forget all stored prefixes. ``busy_pages`` stay with running requests, but nobody hits them any more."""
+        context.check_available()
+        report = await context.loop.reset_prefix_cache()
+        return JSONResponse({"freed_pages": report.freed_pages, "busy_pages": report.busy_pages})
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_pagetrie_error(_: Request, error: Exception) -> Response:
+        if not is_expected(error):
+            logger.error("a request failed", exc_info=error)
+        return to_api_error(error).response()
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = f"Unknown request URL: {request.method} {request.url.path[:200]}."
+        elif error.status_code == 405:
+            detail = f"Not allowed: {request.method} on {request.url.path[:200]}."
+        return http_error(error.status_code, detail, dict(error.headers or {})).response()
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HttpError)
+        return error.error.response()
+
+    async def on_client_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        PagetrieError: on_pagetrie_error,
+        HTTPException: on_http_exception,
+        HttpError: on_http_error,
+        ClientGoneError: on_client_gone,
+        ClientDisconnect: on_client_gone,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def _version() -> str:
+    try:
+        return version("pagetrie")
+    except PackageNotFoundError:
+        return "0+unknown"

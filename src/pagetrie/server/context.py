@@ -1,0 +1,131 @@
+"""What the handlers of one app share. Nothing here is process-wide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.request import Request
+from pagetrie.errors import EngineError, InvalidRequestError
+from pagetrie.server.engine_api import Engine, Source
+from pagetrie.server.errors import ServerStoppingError, http_error, model_not_found
+from pagetrie.server.fanin import OutputStream
+from pagetrie.server.logprobs import TokenNames
+from pagetrie.server.metrics import Metrics
+from pagetrie.server.prompts import Prompt
+from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
+from pagetrie.server.workers import WorkerPool
+
+
+class HttpError(Exception):
+    """A transport-level refusal with its HTTP status."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.error = http_error(status, detail)
+
+
+@dataclass(slots=True)
+class ServerContext:
+    """One app's parts and settings."""
+
+    loop: Engine
+    tokenizer: TokenizerLike
+    chat_template: ChatTemplateLike | None
+    model_name: str
+    aliases: Sequence[str]
+    max_model_len: int
+    created: int
+    metrics: Metrics
+    version: str
+    system_fingerprint: str | None
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+    workers: WorkerPool
+    names: TokenNames
+    stopping: bool = False
+
+    def check_available(self) -> None:
+        """Refuse work while going down or after the engine's death.
+
+        Raises:
+            ServerStoppingError, EngineError
+        """
+        if self.stopping:
+            raise ServerStoppingError
+        if not self.loop.is_alive():
+            raise EngineError("the engine is not running")
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under: the one asked for, or the model's own.
+
+        Raises:
+            InvalidRequestError: 404, no model of that name.
+        """
+        if name is None:
+            return self.model_name
+        if name != self.model_name and name not in self.aliases:
+            raise model_not_found(name)
+        return name
+
+    def template(self) -> ChatTemplateLike:
+        """The chat template.
+
+        Raises:
+            InvalidRequestError: the model has none.
+        """
+        if self.chat_template is None:
+            raise InvalidRequestError("This model has no chat template; use /v1/completions.", param="messages")
+        return self.chat_template
+
+    async def submit(
+        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str | None
+    ) -> OutputStream:
+        """Queue all prompts of an API request, or none.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineError: from the engine.
+            ServerStoppingError: going down.
+        """
+        self.check_available()
+        sources: list[Source] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                request = Request(
+                    request_id=f"{request_id}-{i}",
+                    prompt_ids=prompt.ids,
+                    params=params,
+                    namespace_salt=salt or "",
+                )
+                sources.append(await self.loop.submit(request))
+        except BaseException:
+            await asyncio.gather(*(source.aclose() for source in sources))
+            raise
+        return OutputStream(sources, params.n)
+
+    def head(self, kind: str, request_id: str, model: str) -> dict[str, Any]:
+        """The fields that open every answer and chunk."""
+        return {
+            "id": request_id,
+            "object": kind,
+            "created": int(self.clock()),
+            "model": model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+async def read_json_body(http: HttpRequest) -> bytes:
+    """The body of a request that must be JSON.
+
+    Raises:
+        HttpError: 415 for any other content type. Without this check any web page could post forms here.
+    """
+    media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        raise HttpError(415, f"The content type must be application/json, got '{media[:100]}'.")
+    return await http.body()

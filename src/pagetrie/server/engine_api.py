@@ -1,0 +1,75 @@
+"""What the server needs of an engine, and no more. ``pagetrie.engine.loop.EngineLoop`` provides it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from pagetrie.engine.output import RequestOutput
+from pagetrie.engine.request import Request
+
+
+class Snapshot(Protocol):
+    """The engine's numbers at one moment; ``evicted_pages`` and ``cow_copies`` only grow."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def total_pages(self) -> int: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def active_pages(self) -> int: ...
+    @property
+    def cached_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def evicted_pages(self) -> int: ...
+    @property
+    def cow_copies(self) -> int: ...
+
+
+class Reset(Protocol):
+    """What a reset of the prefix cache did: pages freed, and pages that running requests still hold."""
+
+    @property
+    def freed_pages(self) -> int: ...
+    @property
+    def busy_pages(self) -> int: ...
+
+
+class Source(Protocol):
+    """A request's outputs. Closing it aborts the request, in every phase; idempotent."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """An engine on its own thread, seen from an event loop."""
+
+    def start(self) -> None: ...
+
+    async def stop(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new work, let running requests finish for up to ``drain_seconds``, then abort the rest."""
+        ...
+
+    async def submit(self, request: Request) -> Source:
+        """Queue a request; nothing of it has begun when this returns.
+
+        Raises:
+            InvalidRequestError: the request can't be served as it stands.
+            QueueFullError: too many are waiting.
+            EngineError: the engine is not running.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> Reset: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def is_alive(self) -> bool: ...

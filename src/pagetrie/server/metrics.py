@@ -1,0 +1,246 @@
+"""Prometheus metrics under vLLM's names, so that existing dashboards and routers read them; own ones as ``pagetrie:*``.
+
+Counts follow vLLM where a request has several choices: tokens, inter-token times and ``request_success`` are per
+choice; everything else is once per prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.server.engine_api import Snapshot
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+TOKEN_TIME_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_TIME_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+def steps_of_1_2_5(limit: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to ``limit``."""
+    buckets: list[int] = []
+    power = 1
+    while True:
+        for step in (1, 2, 5):
+            if step * power > limit:
+                return buckets or [1]
+            buckets.append(step * power)
+        power *= 10
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_counted: bool = False
+    longest_choice: int = 0
+
+
+class Metrics(EngineObserver):
+    """Counts what the engine reports. The engine's thread writes, any thread may call ``expose``.
+
+    Args:
+        model_name: the ``model_name`` label.
+        max_model_len: upper end of the token histograms.
+        cache_config: labels of ``vllm:cache_config_info`` besides ``block_size`` and ``num_gpu_blocks``.
+    """
+
+    def __init__(
+        self, model_name: str, max_model_len: int = 8192, cache_config: Mapping[str, str] | None = None
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._cache_config = dict(cache_config or {})
+        self._snapshot: Callable[[], Snapshot] | None = None
+        self._open: dict[str, _OpenRequest] = {}
+        sizes = steps_of_1_2_5(max_model_len)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, tuple(self._labels), registry=self.registry).labels(**self._labels)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=tuple(buckets))
+            return family.labels(**self._labels)
+
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._preemptions = counter("vllm:num_preemptions", "Sequences put back in the queue.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of requests whose prompt is done.")
+        self._generation = counter("vllm:generation_tokens", "Generated tokens.")
+        self._cached = counter("vllm:prompt_tokens_cached", "Prompt tokens taken from the cache.")
+        self._recomputed = counter(
+            "vllm:prompt_tokens_recomputed",
+            "Last tokens of prompts that were cached up to there; a last token is always computed.",
+        )
+        by_source = Counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their keys and values came from.",
+            (*self._labels, "source"),
+            registry=self.registry,
+        )
+        self._computed = by_source.labels(**self._labels, source="local_compute")
+        self._cache_hit = by_source.labels(**self._labels, source="local_cache_hit")
+        success = Counter(
+            "vllm:request_success", "Finished choices.", (*self._labels, "finished_reason"), registry=self.registry
+        )
+        self._success = {reason: success.labels(**self._labels, finished_reason=reason) for reason in FINISH_REASONS}
+        self._prefill = counter("pagetrie:prefill_tokens", "Tokens computed for prompts, recomputation included.")
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.", TOKEN_TIME_BUCKETS)
+        self._tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", TOKEN_TIME_BUCKETS
+        )
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_TIME_BUCKETS)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first seat.", REQUEST_TIME_BUCKETS)
+        self._inference = histogram("vllm:request_inference_time_seconds", "First seat to end.", REQUEST_TIME_BUCKETS)
+        self._prefill_time = histogram(
+            "vllm:request_prefill_time_seconds", "First seat to first token.", REQUEST_TIME_BUCKETS
+        )
+        self._decode_time = histogram(
+            "vllm:request_decode_time_seconds", "First token to last token.", REQUEST_TIME_BUCKETS
+        )
+        self._request_prompt = histogram("vllm:request_prompt_tokens", "Prompt length.", sizes)
+        self._request_generation = histogram("vllm:request_generation_tokens", "Tokens of a choice.", sizes)
+        self._request_longest = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice.", sizes
+        )
+        self._params_n = histogram("vllm:request_params_n", "Choices asked for.", N_BUCKETS)
+        self._params_max = histogram("vllm:request_params_max_tokens", "Limit of tokens per choice.", sizes)
+        self._kv_computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not taken from the cache.", sizes
+        )
+        self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
+        self.registry.register(_SnapshotCollector(self))
+
+    def bind(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Say where to read the gauges from when scraped."""
+        self._snapshot = snapshot
+
+    def expose(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def on_step(self, report: StepReport) -> None:
+        self._generation.inc(report.generated_tokens)
+        self._prefill.inc(report.prefill_tokens)
+        self._preemptions.inc(report.preemptions)
+        if report.computed_tokens:
+            self._iteration.observe(report.computed_tokens)
+
+    def on_admission(self, report: AdmissionReport) -> None:
+        self._queries.inc(report.prompt_tokens)
+        self._hits.inc(report.cached_tokens)
+        self._queue.observe(report.queue_time)
+        self._open[report.request_id] = _OpenRequest(report.prompt_tokens, report.cached_tokens)
+
+    def on_token(self, report: TokenReport) -> None:
+        if not report.first:
+            self._itl.observe(report.gap)
+            return
+        request = self._open.get(report.request_id)
+        if request is not None and not request.prompt_counted:
+            self._ttft.observe(report.gap)
+            self._count_prompt(request)
+
+    def on_finish(self, report: FinishReport) -> None:
+        self._success[report.reason].inc()
+        self._request_generation.observe(report.generated_tokens)
+        if report.decode_time is not None and report.generated_tokens > 1:
+            self._tpot.observe(report.decode_time / (report.generated_tokens - 1))
+        request = self._open.get(report.request_id)
+        if request is not None:
+            request.longest_choice = max(request.longest_choice, report.generated_tokens)
+            if not request.prompt_counted and report.reason in ("stop", "length"):
+                self._count_prompt(request)
+        if report.last_of_request:
+            self._open.pop(report.request_id, None)
+            self._finish_request(report, request)
+
+    def _count_prompt(self, request: _OpenRequest) -> None:
+        request.prompt_counted = True
+        computed = request.prompt_tokens - request.cached_tokens
+        self._prompt.inc(request.prompt_tokens)
+        self._cached.inc(request.cached_tokens)
+        self._cache_hit.inc(request.cached_tokens)
+        self._computed.inc(computed)
+        self._kv_computed.observe(computed)
+        if computed == 1 and request.cached_tokens:
+            self._recomputed.inc()
+
+    def _finish_request(self, report: FinishReport, request: _OpenRequest | None) -> None:
+        self._e2e.observe(report.e2e_time)
+        self._request_prompt.observe(report.prompt_tokens)
+        self._params_n.observe(report.n)
+        self._params_max.observe(report.max_tokens)
+        self._request_longest.observe(request.longest_choice if request else report.generated_tokens)
+        if report.queue_time is not None:
+            self._inference.observe(max(report.e2e_time - report.queue_time, 0.0))
+        if report.prefill_time is not None:
+            self._prefill_time.observe(report.prefill_time)
+        if report.decode_time is not None:
+            self._decode_time.observe(report.decode_time)
+
+    def gauges(self) -> Iterable[Metric]:
+        """The metrics that are read rather than counted."""
+        if self._snapshot is None:
+            return
+        now = self._snapshot()
+        names, values = tuple(self._labels), tuple(self._labels.values())
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        yield gauge("vllm:num_requests_running", "Sequences with a seat.", now.running)
+        yield gauge("vllm:num_requests_waiting", "Requests without a seat.", now.waiting)
+        usage = now.active_pages / now.total_pages if now.total_pages else 0.0
+        yield gauge("vllm:kv_cache_usage_perc", "Share of pages in use by requests, 0 to 1.", usage)
+        config = {
+            **self._labels,
+            **self._cache_config,
+            "block_size": str(now.page_size),
+            "num_gpu_blocks": str(now.total_pages),
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=tuple(config))
+        info.add_metric(tuple(config.values()), 1)
+        yield info
+        pages = GaugeMetricFamily("pagetrie:pages", "KV pages by state.", labels=(*names, "state"))
+        for state, count in (("free", now.free_pages), ("active", now.active_pages), ("cached", now.cached_pages)):
+            pages.add_metric((*values, state), count)
+        yield pages
+        for name, text, count in (
+            ("pagetrie:evicted_pages", "Cached pages given to other use.", now.evicted_pages),
+            ("pagetrie:copy_on_write_copies", "Pages copied because two owners diverged in them.", now.cow_copies),
+        ):
+            family = CounterMetricFamily(name, text, labels=names)
+            family.add_metric(values, count)
+            yield family
+
+
+class _SnapshotCollector(Collector):
+    """Asks for the gauges when scraped."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.gauges()

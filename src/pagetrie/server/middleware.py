@@ -1,0 +1,129 @@
+"""Plain ASGI middleware: the body limit, and the access log that also turns crashes into a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagetrie.server.errors import INTERNAL_ERROR, ApiError, http_error
+
+logger = logging.getLogger("pagetrie.server")
+
+LINGER_BYTES = 64 * 2**20
+LINGER_SECONDS = 2.0
+
+
+class BodyTooLargeError(Exception):
+    """Raised out of ``receive`` once a body has passed the limit."""
+
+
+class BodyLimit:
+    """Answers 413 to bodies over ``max_bytes``: at once if Content-Length says so, else while reading."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > self.max_bytes:
+            await self._refuse(receive, send, linger="expect" not in headers)
+            return
+        seen = 0
+        started = False
+
+        async def limited_receive() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self.max_bytes:
+                    raise BodyTooLargeError
+            return message
+
+        async def noting_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, limited_receive, noting_send)
+        except BodyTooLargeError:
+            if not started:
+                await self._refuse(receive, send, linger=True)
+
+    async def _refuse(self, receive: Receive, send: Send, *, linger: bool) -> None:
+        """Send the whole answer, then read on a while: closing under a client that still sends would reset the
+        connection, and the client might never see why. ``linger`` is False for a client that waits for leave."""
+        body = http_error(413, f"The body is larger than the limit of {self.max_bytes} bytes.").body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": linger})
+        if not linger:
+            return
+        dropped = 0
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while dropped < LINGER_BYTES:
+                    message = await receive()
+                    if message["type"] != "http.request" or not message.get("more_body"):
+                        break
+                    dropped += len(message.get("body", b""))
+        except TimeoutError:
+            pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class AccessLog:
+    """One short line per request. A crash is logged once, with its traceback, and answered without it."""
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.app = app
+        self.clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = self.clock()
+        status = 0
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not status:
+                await _send_error(noting_send, INTERNAL_ERROR)
+        finally:
+            if logger.isEnabledFor(logging.INFO) and scope["path"] not in ("/health", "/metrics"):
+                client = scope.get("client") or ("-", 0)
+                milliseconds = (self.clock() - start) * 1000
+                logger.info(
+                    "%s %s %s %s %.0f ms", client[0], scope["method"], scope["path"], status or "-", milliseconds
+                )
+
+
+async def _send_error(send: Send, error: ApiError) -> None:
+    body = error.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,173 @@
+"""From request fields to token ids. Everything here may be slow and runs in a worker thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from pagetrie.errors import InvalidRequestError
+from pagetrie.server.protocol import ChatFields, is_list_of, json_type
+from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
+
+MAX_PROMPTS = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready for the engine. ``text`` is what ``echo`` gives back."""
+
+    ids: list[int]
+    text: str
+
+
+def chat_prompt(request: ChatFields, template: ChatTemplateLike, tokenizer: TokenizerLike, add_special: bool) -> Prompt:
+    """Render messages and tokenise them.
+
+    Raises:
+        InvalidRequestError: a message is malformed or the template refuses the conversation.
+    """
+    kwargs = request.chat_template_kwargs or {}
+    for name in RESERVED_TEMPLATE_NAMES:
+        if name in kwargs:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't hold '{name}'; give it as a field.", param="chat_template_kwargs"
+            )
+    continue_final = bool(request.continue_final_message)
+    generate = not continue_final if request.add_generation_prompt is None else request.add_generation_prompt
+    text = template.render(
+        _messages(request.messages),
+        _tools(request.tools),
+        add_generation_prompt=generate,
+        continue_final_message=continue_final,
+        **kwargs,
+    )
+    return Prompt(_not_empty(tokenizer.encode(text, add_special=add_special), "messages"), text)
+
+
+def completion_prompts(value: Any, tokenizer: TokenizerLike, add_special: bool, skip_special: bool) -> list[Prompt]:
+    """The prompts of a completion request: a string, token ids, or a list of either.
+
+    Raises:
+        InvalidRequestError: wrong type, no prompt, an empty prompt, an id outside the vocabulary, too many prompts.
+    """
+    if value is None:
+        raise InvalidRequestError("'prompt' is required.", param="prompt", code="missing_required_parameter")
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(f"At most {MAX_PROMPTS} prompts are allowed, got {len(prompts)}.", param="prompt")
+    result = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = _not_empty(tokenizer.encode(prompt, add_special=add_special), "prompt")
+            result.append(Prompt(ids, prompt))
+        elif is_list_of(prompt, int):
+            ids = _not_empty(prompt, "prompt")
+            tokenizer.check_ids(ids, param="prompt")
+            result.append(Prompt(ids, tokenizer.decode(ids, skip_special=skip_special)))
+        else:
+            raise InvalidRequestError(
+                "'prompt' must be a string, an array of strings, an array of token ids or an array of such arrays.",
+                param="prompt",
+                code="invalid_type",
+            )
+    return result
+
+
+def _not_empty(ids: list[int], param: str) -> list[int]:
+    if not ids:
+        raise InvalidRequestError(f"'{param}' is empty: at least one token is needed.", param=param)
+    return ids
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise InvalidRequestError("'tools' must be an array of objects.", param="tools", code="invalid_type")
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        code = "missing_required_parameter" if value is None else "invalid_type"
+        raise InvalidRequestError("'messages' must be an array of messages.", param="messages", code=code)
+    if not value:
+        raise InvalidRequestError("'messages' must hold at least one message.", param="messages")
+    return [_message(message, f"messages.{i}") for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message as templates expect it: text content, system for developer, tool arguments as objects."""
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"'{where}' must be an object.", param=where, code="invalid_type")
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"'{where}.role' must be one of {', '.join(ROLES)}.", param=f"{where}.role", code="invalid_value"
+        )
+    result = dict(message)
+    result["role"] = "system" if role == "developer" else role
+    calls = message.get("tool_calls")
+    if calls is None:
+        result.pop("tool_calls", None)
+    else:
+        result["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None and not (role == "assistant" and (calls or message.get("function_call"))):
+        raise InvalidRequestError(
+            f"'{where}.content' is required.", param=f"{where}.content", code="missing_required_parameter"
+        )
+    result["content"] = "" if content is None else _content(content, f"{where}.content")
+    return result
+
+
+def _content(content: Any, where: str) -> str:
+    """Text parts are joined by a line break, as vLLM and llama.cpp do for templates that know only strings."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequestError(
+            f"'{where}' must be a string or an array of content parts, but is {json_type(content)}.",
+            param=where,
+            code="invalid_type",
+        )
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f"'{where}.{i}' must be a part of type 'text' with a 'text' string; other kinds are not supported.",
+                param=f"{where}.{i}",
+                code="unsupported_value",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"'{where}' must be an array.", param=where, code="invalid_type")
+    result = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(
+                f"'{where}.{i}' must be an object with a 'function' that has a 'name'.",
+                param=f"{where}.{i}",
+                code="invalid_type",
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # The API carries arguments as a JSON string; templates write them with tojson.
+            try:
+                parsed = from_json(arguments) if arguments else {}
+            except ValueError:
+                parsed = arguments
+            function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
+        result.append({**call, "function": function})
+    return result
