@@ -6,6 +6,7 @@ Commands cross to the engine's thread in a list under a lock; outputs cross back
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -146,10 +147,8 @@ class EngineLoop:
             self._closing = True
             self._idle_waiters.append((asyncio.get_running_loop(), idle))
             self._wake.notify()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(idle.wait(), drain_seconds)
-        except TimeoutError:
-            pass
         with self._wake:
             self._stopped = True
             self._wake.notify()
