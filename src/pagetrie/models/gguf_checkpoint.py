@@ -77,12 +77,7 @@ class GgufCheckpoint:
     @cached_property
     def fingerprint(self) -> str:
         tensors = sorted(self._file.tensors.values(), key=lambda tensor: tensor.name)
-        try:
-            return fingerprint(
-                [self._file.header], ((tensor.offset, tensor.n_bytes, self._file.read_at) for tensor in tensors)
-            )
-        except OSError as error:
-            raise ModelLoadError(f"{self._file.path}: can't be read: {error.strerror}") from error
+        return fingerprint([self._file.header], ((self._file.data, t.offset, t.n_bytes) for t in tensors))
 
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
@@ -90,7 +85,7 @@ class GgufCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ModelLoadError(f"{self._file.path}: tensor {name!r} is missing")
+            raise ModelLoadError(f"{self._file.data.path}: tensor {name!r} is missing")
         values = self._decode(tensor)
         # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of each head.
         if self._config.architecture == "llama" and ".self_attn.q_proj." in name:
@@ -103,7 +98,7 @@ class GgufCheckpoint:
         return tokenizer_from_gguf(self._vocabulary, self._cache_dir, vocab_size=self._config.vocab_size)
 
     def _decode(self, tensor: GgufTensor) -> torch.Tensor:
-        raw = self._file.read(tensor)
+        raw = self._file.data.read(tensor.offset, tensor.n_bytes)
         dtype = _FLOATS.get(tensor.type)
         if dtype is not None:
             return torch.from_numpy(raw).view(dtype).reshape(tensor.shape)

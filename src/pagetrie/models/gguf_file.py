@@ -9,7 +9,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +19,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pagetrie.errors import ModelLoadError
+from pagetrie.models.data_file import DataFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -152,27 +152,21 @@ class GgufFile:
     Raises ModelLoadError if the file can't be read, isn't GGUF, or is truncated or corrupt.
 
     Attributes:
+        data: the file, for the tensors' bytes.
         header: the file's bytes up to the tensor data (metadata and tensor table).
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            # Left open for the life of the object: tensors are read when asked for.
-            self._file = path.open("rb")
-            self.size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise ModelLoadError(f"{path}: can't be read: {error.strerror}") from error
+        self.data = DataFile(path)
         try:
             self._parse()
-        except ValueError as error:
-            self._file.close()
+        except (ValueError, OSError) as error:
             raise ModelLoadError(f"{path}: {error}") from error
 
     def _parse(self) -> None:
-        if self.size < 24:
-            raise ValueError(f"not a GGUF file: {self.size} bytes, a header takes at least 24")
-        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if self.data.size < 24:
+            raise ValueError(f"not a GGUF file: {self.data.size} bytes, a header takes at least 24")
+        with mmap.mmap(self.data.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
             if data[:4] != _MAGIC:
                 raise ValueError(f"not a GGUF file: it begins with {data[:4]!r}, not {_MAGIC!r}")
@@ -280,28 +274,9 @@ class GgufFile:
         for size in shape:
             n_elements *= size
         n_bytes = n_elements // block * block_bytes
-        if start + n_bytes > self.size:
+        if start + n_bytes > self.data.size:
             raise ValueError(
-                f"tensor {name!r} ends at byte {start + n_bytes}, but the file has {self.size} bytes "
+                f"tensor {name!r} ends at byte {start + n_bytes}, but the file has {self.data.size} bytes "
                 "(truncated or corrupt)"
             )
         return GgufTensor(name, shape, kind, start, n_bytes)
-
-    def read_at(self, offset: int, n_bytes: int) -> bytes:
-        """Bytes of the file; fewer than asked for only if the file has shrunk since. Raises OSError."""
-        return os.pread(self._file.fileno(), n_bytes, offset)
-
-    def read(self, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """A tensor's stored bytes, as a fresh uint8 array of n_bytes. Raises ModelLoadError."""
-        # Read, not mapped: a file that shrinks under a map kills the process instead of raising.
-        buffer = np.empty(tensor.n_bytes, dtype=np.uint8)
-        view, done = buffer.data, 0
-        try:
-            while done < tensor.n_bytes:
-                count = os.preadv(self._file.fileno(), [view[done:]], tensor.offset + done)
-                if count == 0:
-                    raise ModelLoadError(f"{self.path}: tensor {tensor.name!r}: the file became shorter meanwhile")
-                done += count
-        except OSError as error:
-            raise ModelLoadError(f"{self.path}: tensor {tensor.name!r} can't be read: {error.strerror}") from error
-        return buffer

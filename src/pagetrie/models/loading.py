@@ -8,6 +8,7 @@ from pagetrie import paths
 from pagetrie.errors import ModelLoadError
 from pagetrie.models.checkpoint import Checkpoint
 from pagetrie.models.gguf_checkpoint import GgufCheckpoint
+from pagetrie.models.hf_checkpoint import HfCheckpoint
 
 
 def load_checkpoint(path: Path, cache_dir: Path | None = None) -> Checkpoint:
@@ -27,4 +28,12 @@ def load_checkpoint(path: Path, cache_dir: Path | None = None) -> Checkpoint:
     path = path.expanduser()
     if not path.exists():
         raise ModelLoadError(f"{path}: no such file or folder")
-    return GgufCheckpoint(path, cache)
+    if path.is_file():
+        return GgufCheckpoint(path, cache)
+    if (path / "config.json").exists():
+        return HfCheckpoint(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise ModelLoadError(f"{path}: holds {len(files)} GGUF files ({names}{', ...' * (len(files) > 4)}); name one")
+    return GgufCheckpoint(files[0], cache) if files else HfCheckpoint(path)

@@ -1,6 +1,6 @@
 """Chat templates: from messages to the text that a model expects.
 
-Templates run as `transformers` runs them (jinja2's immutable sandbox, the same whitespace rules, filters and functions),
+Templates run as `transformers` runs them (jinja2's immutable sandbox, the same whitespace rules, filters, functions),
 so a model's own template gives the text it was trained on.
 """
 
