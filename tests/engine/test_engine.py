@@ -184,6 +184,44 @@ def test_pages_short_by_one_each_preempts_until_pages_suffice() -> None:
         assert world.seen[str(name)].tokens[0] == expected(prompt(name, 16), 20, eos=False)
 
 
+def test_an_older_prompt_takes_pages_from_a_younger_sequence_already_in_the_step() -> None:
+    """Scheduled, then preempted in one step: tables and budget stay consistent (pain C6)."""
+    world = World(num_pages=12, page_size=4, max_model_len=48, budget=8)
+    world.add("old", prompt(1, 40), max_tokens=4, ignore_eos=True)
+    world.step()
+    world.add("young", prompt(2, 3), max_tokens=20, ignore_eos=True)
+    while world.engine.num_running < 2:
+        world.step()
+    while world.engine.num_running == 2:
+        world.step()
+    assert [sequence.started for sequence in world.engine._scheduler.waiting] == [True]
+    world.run()
+    assert world.seen["old"].tokens[0] == expected(prompt(1, 40), 4, eos=False)
+    assert world.seen["young"].tokens[0] == expected(prompt(2, 3), 20, eos=False)
+
+
+def test_nothing_new_starts_while_a_victim_waits() -> None:
+    """Pain C10: 20 requests on 16 pages, each preempted a bounded number of times."""
+    world = World(num_pages=16, page_size=4, max_model_len=40, seats=20, budget=64)
+    for name in range(20):
+        world.add(str(name), prompt(name, 12), max_tokens=16, ignore_eos=True)
+    preemptions: dict[int, int] = {}
+    while world.engine.has_work:
+        victims = {s.order for s in world.engine._scheduler.waiting if s.started}
+        before = {s.order for s in world.engine._scheduler.running}
+        world.step()
+        after = {s.order for s in world.engine._scheduler.running}
+        for order in {s.order for s in world.engine._scheduler.waiting if s.started} - victims:
+            preemptions[order[0]] = preemptions.get(order[0], 0) + 1
+        if victims - after:
+            started = after - before - victims
+            assert not started, "a new request started while a victim waited"
+    assert preemptions
+    assert max(preemptions.values()) <= 3
+    for name in range(20):
+        assert world.seen[str(name)].tokens[0] == expected(prompt(name, 12), 16, eos=False)
+
+
 def test_n_choices_share_the_prompts_pages() -> None:
     world = World(num_pages=64, page_size=16)
     world.add("a", prompt(1, 40), n=4, max_tokens=6, temperature=1.0, seed=11, ignore_eos=True)

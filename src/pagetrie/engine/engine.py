@@ -213,8 +213,9 @@ class Engine:
         prefill_tokens = sum(count for sequence, count in plan.shares.items() if count > 1 or not sequence.started)
         generated = 0
         if plan.shares:
+            step_plan = self._step_plan(plan)
             try:
-                results = self._runner.execute(self._step_plan(plan))
+                results = self._runner.execute(step_plan)
             except Exception as error:
                 log.exception("the runner failed; %d sequences end with an error", len(plan.shares))
                 for state in {sequence.state for sequence in plan.shares}:
