@@ -10,7 +10,7 @@ from typing import Any
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
-from pagetrie.errors import InvalidRequestError, PagetrieError, QueueFullError
+from pagetrie.errors import InvalidRequestError, QueueFullError
 
 BOS, EOS = 256, 257
 VOCABULARY = 258
@@ -21,7 +21,6 @@ class ByteTokenizer:
 
     vocab_size = VOCABULARY
     special_ids = frozenset((BOS, EOS))
-    names = {BOS: b"<s>", EOS: b"</s>"}
 
     def __init__(self, *, add_bos: bool = True) -> None:
         self.add_bos = add_bos
@@ -37,7 +36,7 @@ class ByteTokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.names.get(token_id) or bytes([token_id])
+        return {BOS: b"<s>", EOS: b"</s>"}.get(token_id) or bytes([token_id])
 
     def token_text(self, token_id: int) -> str | None:
         return self.token_bytes(token_id).decode("latin-1")
@@ -71,8 +70,12 @@ class PlainTemplate:
                 **kwargs,
             }
         )
-        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        text = "".join(f"{m['role']}: {_text(m['content'])}\n" for m in messages)
         return text + ("assistant: " if add_generation_prompt else "")
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,8 @@ class EngineDouble:
     free_steps: int = 1
     fail_after: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("secret detail"))
-    abort_error: PagetrieError | None = None
-    stop_delay: asyncio.Event | None = None
     alive: bool = True
+    aborting: bool = False
     streams: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     stops: list[float] = field(default_factory=list)
@@ -145,7 +147,8 @@ class EngineDouble:
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
         self.stops.append(drain_seconds)
-        if self.gate is not None:
+        if self.gate is not None and not self.gate.is_set():
+            self.aborting = True
             self.gate.set()
 
     def is_alive(self) -> bool:
@@ -185,6 +188,10 @@ class EngineDouble:
         while len(ended) < params.n:
             if self.gate is not None and step >= self.free_steps:
                 await self.gate.wait()
+            if self.aborting:
+                aborted = [ChoiceDelta(i, finish_reason="abort") for i in range(params.n) if i not in ended]
+                yield RequestOutput(request.request_id, aborted, len(prompt), self.cached, made, None, True)
+                return
             if step == self.fail_after:
                 raise self.failure
             deltas = []

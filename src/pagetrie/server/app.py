@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from pagetrie import __version__
 from pagetrie.errors import PagetrieError
 from pagetrie.server import chat, completions, tokenization
 from pagetrie.server.context import HttpError, ServerContext
@@ -70,7 +70,7 @@ def create_app(
         max_model_len=max_model_len,
         created=int(clock()),
         metrics=metrics,
-        version=_version(),
+        version=__version__,
         system_fingerprint=system_fingerprint,
         clock=clock,
         new_id=new_id,
@@ -196,10 +196,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
-
-
-def _version() -> str:
-    try:
-        return version("pagetrie")
-    except PackageNotFoundError:
-        return "0+unknown"

@@ -13,7 +13,7 @@ from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 
 MAX_PROMPTS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+RESERVED_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def _content(content: Any, where: str) -> str:
-    """Text parts are joined by a line break, as vLLM and llama.cpp do for templates that know only strings."""
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+    """Text as it is, or text parts for the template to join."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -135,18 +135,18 @@ def _content(content: Any, where: str) -> str:
             param=where,
             code="invalid_type",
         )
-    texts = []
+    parts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+        text = part[kind] if kind in ("text", "refusal") and kind in part else None
         if not isinstance(text, str):
             raise InvalidRequestError(
                 f"'{where}.{i}' must be a part of type 'text' with a 'text' string; other kinds are not supported.",
                 param=f"{where}.{i}",
                 code="unsupported_value",
             )
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

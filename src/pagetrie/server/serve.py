@@ -124,6 +124,10 @@ class HttpServer:
         """
         self._server.run(sockets=[self._socket])
 
+    async def serve(self) -> None:
+        """``run`` inside an event loop that is running already."""
+        await self._server.serve(sockets=[self._socket])
+
     def stop(self) -> None:
         """Ask ``run`` to end, from any thread."""
         self._server.should_exit = True
