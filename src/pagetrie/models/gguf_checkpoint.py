@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pagetrie.errors import ModelLoadError
@@ -24,6 +25,8 @@ from pagetrie.text.tokenizer import Tokenizer
 _Q = GGMLQuantizationType
 _QUANTISED = frozenset({_Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q6_K})
 _FLOATS = {_Q.F32: torch.float32, _Q.F16: torch.float16, _Q.BF16: torch.bfloat16}
+
+_ROW_VALUES = 8192
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -102,8 +105,10 @@ class GgufCheckpoint:
         dtype = _FLOATS.get(tensor.type)
         if dtype is not None:
             return torch.from_numpy(raw).view(dtype).reshape(tensor.shape)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
-        values = dequantize(rows, tensor.type)
+        # gguf works on 16 rows at a time, so rows of a few thousand values are several times faster than a model's own.
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        per_row = math.gcd(tensor.n_bytes // block_bytes, _ROW_VALUES // block)
+        values = dequantize(raw.reshape(-1, per_row * block_bytes), tensor.type)
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(tensor.shape)
 
     def _rope_factors(self) -> tuple[float, ...] | None:

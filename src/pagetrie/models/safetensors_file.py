@@ -77,8 +77,8 @@ class SafetensorsFile:
             raise self._error(f"tensor {name!r} has a malformed header entry (corrupt)") from error
         if end < start or data_start + end > self.data.size:
             raise self._error(
-                f"tensor {name!r} takes bytes {data_start + start} to {data_start + end}, but the file has {self.data.size} "
-                "(truncated or corrupt)"
+                f"tensor {name!r} takes bytes {data_start + start} to {data_start + end}, "
+                f"but the file has {self.data.size} (truncated or corrupt)"
             )
         if dtype in DTYPES:
             expected = DTYPES[dtype].itemsize
