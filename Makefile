@@ -39,7 +39,7 @@ $(VENV)/.created:
 
 # The build backend goes in first, pinned like the rest, so that the project is built with no second environment.
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 

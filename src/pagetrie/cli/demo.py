@@ -36,7 +36,7 @@ from pagetrie.errors import ConfigError
 from pagetrie.kv import ContiguousCacheManager, KVCache
 from pagetrie.settings import Settings, format_size
 
-SAMPLES = 5
+SAMPLES = 3
 _QUESTIONS = (
     "How do I reset my password?",
     "My parcel is late. Where is it, and what can I do about it?",
