@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
 from starlette.responses import Response
 
 from pagetrie.errors import EngineError, InvalidRequestError, PagetrieError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
 
 
 class ServerStoppingError(PagetrieError):
@@ -68,8 +68,7 @@ def is_expected(error: BaseException) -> bool:
 def http_error(status: int, detail: str, headers: dict[str, str] | None = None) -> ApiError:
     """An error of the transport: no such route, wrong method, wrong media type, body too large."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    code = HTTPStatus(status).name.lower()
-    return ApiError(status, detail, kind, None, code, headers or {})
+    return ApiError(status, detail, kind, None, HTTP_CODES.get(status), headers or {})
 
 
 def model_not_found(name: str) -> InvalidRequestError:
