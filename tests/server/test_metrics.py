@@ -1,0 +1,151 @@
+"""/metrics: vLLM's names, filled from reports and from the engine's numbers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagetrie.engine.observer import AdmissionReport, FinishReport, StepReport, TokenReport
+from pagetrie.server.metrics import Metrics, steps_of_1_2_5
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+class Exposed:
+    """An exposition, by sample name and labels."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.samples = [
+            sample
+            for family in text_string_to_metric_families(metrics.expose().decode())
+            for sample in family.samples
+        ]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        [value] = [s.value for s in self.samples if s.name == name and s.labels == {**LABELS, **labels}]
+        return value
+
+
+def finish(request: str, **changes) -> FinishReport:
+    values = {
+        "request_id": request, "reason": "stop", "n": 1, "max_tokens": 50, "prompt_tokens": 40, "generated_tokens": 5,
+        "cached_tokens": 32, "e2e_time": 2.0, "queue_time": 0.5, "prefill_time": 0.7, "decode_time": 0.8,
+        "last_of_request": True,
+    }  # fmt: skip
+    return FinishReport(**{**values, **changes})
+
+
+def test_one_request_is_told_in_full():
+    metrics = Metrics("tiny", 8192)
+    metrics.on_admission(AdmissionReport("r", 0.5, 40, 32))
+    metrics.on_step(StepReport(1.0, 0.1, 1, 0, computed_tokens=8, prefill_tokens=8, generated_tokens=1, preemptions=0))
+    metrics.on_token(TokenReport("r", True, 1.2))
+    for _ in range(4):
+        metrics.on_token(TokenReport("r", False, 0.2))
+        metrics.on_step(StepReport(2.0, 0.1, 1, 0, 1, 0, 1, preemptions=1))
+    metrics.on_finish(finish("r"))
+    value = Exposed(metrics)
+    assert value("vllm:prefix_cache_queries_total") == 40
+    assert value("vllm:prefix_cache_hits_total") == 32
+    assert value("vllm:prompt_tokens_total") == 40
+    assert value("vllm:prompt_tokens_cached_total") == 32
+    assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 8
+    assert value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert value("vllm:prompt_tokens_recomputed_total") == 0
+    assert value("vllm:generation_tokens_total") == 5
+    assert value("vllm:num_preemptions_total") == 4
+    assert value("pagetrie:prefill_tokens_total") == 8
+    assert value("vllm:request_success_total", finished_reason="stop") == 1
+    assert value("vllm:request_success_total", finished_reason="abort") == 0
+    sums = {
+        "time_to_first_token_seconds": (1.2, 1), "inter_token_latency_seconds": (0.8, 4),
+        "request_time_per_output_token_seconds": (0.2, 1), "e2e_request_latency_seconds": (2.0, 1),
+        "request_queue_time_seconds": (0.5, 1), "request_inference_time_seconds": (1.5, 1),
+        "request_prefill_time_seconds": (0.7, 1), "request_decode_time_seconds": (0.8, 1),
+        "request_prompt_tokens": (40, 1), "request_generation_tokens": (5, 1),
+        "request_max_num_generation_tokens": (5, 1), "request_params_n": (1, 1), "request_params_max_tokens": (50, 1),
+        "request_prefill_kv_computed_tokens": (8, 1), "iteration_tokens_total": (12, 5),
+    }  # fmt: skip
+    for name, (total, count) in sums.items():
+        assert value(f"vllm:{name}_sum") == pytest.approx(total), name
+        assert value(f"vllm:{name}_count") == count, name
+    assert value("vllm:time_to_first_token_seconds_bucket", le="1.0") == 0
+    assert value("vllm:time_to_first_token_seconds_bucket", le="2.5") == 1
+
+
+def test_choices_share_a_prompt_and_a_first_token():
+    metrics = Metrics("tiny", 8192)
+    metrics.on_admission(AdmissionReport("r", 0.0, 10, 9))
+    for _ in range(3):
+        metrics.on_token(TokenReport("r", True, 0.1))
+    for tokens, last in ((4, False), (9, False), (2, True)):
+        metrics.on_finish(finish("r", n=3, generated_tokens=tokens, prompt_tokens=10, last_of_request=last))
+    value = Exposed(metrics)
+    assert value("vllm:time_to_first_token_seconds_count") == 1
+    assert value("vllm:prompt_tokens_total") == 10
+    assert value("vllm:prompt_tokens_recomputed_total") == 1
+    assert value("vllm:request_success_total", finished_reason="stop") == 3
+    assert value("vllm:request_generation_tokens_count") == 3
+    assert value("vllm:request_max_num_generation_tokens_sum") == 9
+    assert value("vllm:e2e_request_latency_seconds_count") == 1
+    assert value("vllm:request_params_n_sum") == 3
+    assert not metrics._open
+
+
+def test_an_abort_before_the_first_token_counts_no_prompt_and_leaves_nothing_behind():
+    metrics = Metrics("tiny", 8192)
+    metrics.on_admission(AdmissionReport("r", 0.0, 10, 0))
+    times = {"prefill_time": None, "decode_time": None}
+    metrics.on_finish(finish("r", reason="abort", generated_tokens=0, **times))
+    metrics.on_finish(finish("queued", reason="abort", generated_tokens=0, queue_time=None, **times))
+    value = Exposed(metrics)
+    assert value("vllm:request_success_total", finished_reason="abort") == 2
+    assert value("vllm:prompt_tokens_total") == 0
+    assert value("vllm:request_inference_time_seconds_count") == 1
+    assert value("vllm:request_decode_time_seconds_count") == 0
+    assert not metrics._open
+
+
+def test_a_prompt_without_generation_counts_at_its_end():
+    metrics = Metrics("tiny", 8192)
+    metrics.on_admission(AdmissionReport("r", 0.0, 10, 4))
+    metrics.on_finish(finish("r", reason="length", generated_tokens=0, decode_time=None))
+    assert Exposed(metrics)("vllm:prompt_tokens_total") == 10
+    assert Exposed(metrics)("vllm:time_to_first_token_seconds_count") == 0
+
+
+@pytest.mark.anyio
+async def test_gauges_come_from_the_engine_at_scrape_time(site):
+    response = await site.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    value = Exposed(site.metrics)
+    assert value("vllm:num_requests_running") == 0
+    assert value("vllm:kv_cache_usage_perc") == pytest.approx(0.1)
+    assert value("vllm:cache_config_info", block_size="16", num_gpu_blocks="100", cache_dtype="fp16") == 1
+    for state, count in (("free", 70), ("active", 10), ("cached", 20)):
+        assert value("pagetrie:pages", state=state) == count
+    assert value("pagetrie:evicted_pages_total") == 5
+    assert value("pagetrie:copy_on_write_copies_total") == 3
+
+
+def test_scraping_while_the_engine_reports():
+    metrics = Metrics("tiny", 8192)
+
+    def report() -> None:
+        for i in range(2000):
+            metrics.on_admission(AdmissionReport(str(i), 0.0, 3, 1))
+            metrics.on_token(TokenReport(str(i), True, 0.1))
+            metrics.on_finish(finish(str(i)))
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    while thread.is_alive():
+        Exposed(metrics)
+    assert Exposed(metrics)("vllm:prompt_tokens_total") == 6000
+
+
+def test_buckets():
+    assert steps_of_1_2_5(120) == [1, 2, 5, 10, 20, 50, 100]
+    assert steps_of_1_2_5(1) == [1]
