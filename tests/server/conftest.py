@@ -69,9 +69,7 @@ class Site:
     async def running(self, shutdown_timeout: float = 1.0) -> AsyncIterator[HttpServer]:
         """The application behind uvicorn on a free port of this event loop."""
         ready = asyncio.Event()
-        server = HttpServer(
-            self.app, port=0, shutdown_timeout=shutdown_timeout, on_ready=lambda url: ready.set()
-        )
+        server = HttpServer(self.app, port=0, shutdown_timeout=shutdown_timeout, on_ready=lambda url: ready.set())
         task = asyncio.ensure_future(server.serve())
         await asyncio.wait_for(ready.wait(), 10)
         try:

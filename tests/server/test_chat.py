@@ -141,7 +141,7 @@ async def test_parameters_reach_the_engine(site):
 
 
 async def test_defaults(site):
-    nulls = {name: None for name in ("temperature", "max_tokens", "n", "stop", "logit_bias", "seed", "cache_salt")}
+    nulls = dict.fromkeys(("temperature", "max_tokens", "n", "stop", "logit_bias", "seed", "cache_salt"))
     await site.post("/v1/chat/completions", {**HI, **nulls})
     request = site.engine.last
     assert request.params.max_tokens is None and request.params.temperature == 1.0 and request.params.n == 1

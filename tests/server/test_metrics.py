@@ -18,9 +18,7 @@ class Exposed:
 
     def __init__(self, metrics: Metrics) -> None:
         self.samples = [
-            sample
-            for family in text_string_to_metric_families(metrics.expose().decode())
-            for sample in family.samples
+            sample for family in text_string_to_metric_families(metrics.expose().decode()) for sample in family.samples
         ]
 
     def __call__(self, name: str, **labels: str) -> float:

@@ -110,7 +110,12 @@ async def test_an_error_inside_a_stream_is_raised(make_site):
     async with site.running() as server, client_of(server) as client:
         stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
         text = ""
-        with pytest.raises(openai.APIError, match="The server failed"):
+
+        async def read() -> None:
+            nonlocal text
             async for chunk in stream:
                 text += chunk.choices[0].delta.content or ""
+
+        with pytest.raises(openai.APIError, match="The server failed"):
+            await read()
         assert text == "ab"

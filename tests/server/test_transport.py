@@ -96,9 +96,7 @@ async def test_big_bodies_in_work_leave_small_ones_room(make_site):
     release = threading.Event()
     site.tokenizer.before_encode = lambda text: release.wait(10) if len(text) > 300_000 else None
     async with site.running() as server, httpx.AsyncClient(base_url=server.url) as client:
-        big = [
-            asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x" * 400_000})) for _ in range(8)
-        ]
+        big = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x" * 400_000})) for _ in range(8)]
         assert (await within(client.post("/v1/completions", json={"prompt": "small"}))).status_code == 200
         assert not any(task.done() for task in big)
         release.set()
