@@ -193,3 +193,15 @@ async def test_access_log_is_one_line(site, caplog):
     await site.get("/health")
     [line] = [record.getMessage() for record in caplog.records if record.name == "pagetrie.server"]
     assert "POST /v1/chat/completions 200" in line and len(line) < 100
+
+
+async def test_a_crash_before_the_engine_is_answered_and_logged_once(site, caplog):
+    def crash(text: str) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    site.tokenizer.before_encode = crash
+    response = await site.post("/v1/chat/completions", HI)
+    assert response.status_code == 500 and error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info[0] is ZeroDivisionError

@@ -20,8 +20,8 @@ from pagetrie.server.serve import HttpServer
 from pagetrie.settings import Settings
 
 MODEL = "smol"
-CONTEXT = 512
-SYSTEM = "You are a careful assistant who answers in few words. " * 8
+CONTEXT = 256
+SYSTEM = "You are a careful assistant who answers in few words. " * 5
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_two_users_share_a_system_prompt(client, url):
     assert "Paris" in first.choices[0].message.content
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     shared = second.usage.prompt_tokens_details.cached_tokens
-    assert 80 < shared < second.usage.prompt_tokens
+    assert 50 < shared < second.usage.prompt_tokens
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
     assert again.choices[0].message.content == first.choices[0].message.content
     assert metric(url, "vllm:prefix_cache_hits_total") >= shared
@@ -112,7 +112,7 @@ def test_salt_and_bypass_keep_a_prompt_to_itself(client):
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client):
-    ask = {"model": MODEL, "messages": chat("Count to five."), "temperature": 0.8, "seed": 5, "n": 3, "max_tokens": 24}
+    ask = {"model": MODEL, "messages": chat("Count to five."), "temperature": 0.8, "seed": 5, "n": 3, "max_tokens": 12}
     whole = client.chat.completions.create(**ask)
     texts, usage, pieces = ["", "", ""], None, 0
     for chunk in client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
@@ -121,7 +121,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client):
             texts[choice.index] += choice.delta.content or ""
             pieces += bool(choice.delta.content)
     assert texts == [choice.message.content for choice in whole.choices]
-    assert len(set(texts)) > 1 and pieces > 10
+    assert len(set(texts)) > 1 and pieces > 6
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
@@ -140,7 +140,7 @@ def test_logprobs_describe_the_text(client):
 
 
 def test_stop_strings_end_the_text_and_stay_out_of_it(client):
-    ask = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 20}
+    ask = {"model": MODEL, "prompt": "One, two, three, four,", "temperature": 0, "max_tokens": 12}
     free = client.completions.create(**ask).choices[0].text
     stop = free[5:9]
     expected = free[: free.index(stop)]
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_and_what_just_fits_ends_by_length(client, 
 def test_cancelled_streams_give_their_pages_back(client, url):
     for _ in range(3):
         stream = client.chat.completions.create(
-            model=MODEL, messages=chat("Tell a long story."), n=4, max_tokens=200, stream=True,
+            model=MODEL, messages=chat("Tell a long story."), n=4, max_tokens=150, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         next(iter(stream))
@@ -198,7 +198,7 @@ def test_cancelled_streams_give_their_pages_back(client, url):
 
 
 def test_a_client_that_gives_up_waiting_gives_its_pages_back(url):
-    body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url + "/v1/completions", json=body, timeout=0.3)
     wait_until_idle(url)

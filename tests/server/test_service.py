@@ -93,3 +93,41 @@ def test_a_signal_ends_the_process_with_success(number):
         process.kill()
     assert process.returncode == 0, err
     assert out == "stopped\n"
+
+
+STUBBORN = """
+import asyncio
+from tests.server.conftest import Site
+from tests.server.double import EngineDouble
+from pagetrie.server.serve import serve
+
+class Stubborn(EngineDouble):
+    async def stop(self, *, drain_seconds=0.0):
+        if drain_seconds:
+            print("draining", flush=True)
+            await asyncio.Event().wait()
+
+site = Site(Stubborn(gate=asyncio.Event()))
+serve(site.app, port=0, shutdown_timeout=600, on_ready=lambda url: print(url, flush=True))
+print("stopped", flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_waiting():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        url = process.stdout.readline().strip()
+        body = {"prompt": "x", "stream": True}
+        with httpx.Client(base_url=url) as client, client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "draining\n"
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out == "stopped\n"

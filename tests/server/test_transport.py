@@ -114,6 +114,16 @@ async def test_a_declared_big_body_is_refused_at_once(make_site):
         assert b"1000 bytes" in body and json.loads(body)["error"]["code"] == "request_too_large"
 
 
+async def test_a_client_that_asks_first_is_told_before_it_sends(make_site):
+    site = make_site(options={"max_body_bytes": 1000})
+    async with site.running() as server, connection(server) as (reader, writer):
+        head = raw_post("/v1/completions", b"", length=5000)
+        writer.write(head.replace(b"Host: x", b"Host: x\r\nExpect: 100-continue"))
+        answer = await within(reader.read())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert answer.endswith(b"}}")
+
+
 async def test_a_client_that_sends_a_big_body_to_its_end_reads_the_refusal(make_site):
     site = make_site(options={"max_body_bytes": 1000})
     async with site.running() as server, httpx.AsyncClient(base_url=server.url) as client:

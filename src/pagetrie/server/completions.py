@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -92,6 +93,17 @@ class _Echo:
         return prompt.text, form.prompt(prompt.ids, entries, prompt.text)
 
 
+def _first(
+    chunk: Callable[[int, str, Any, str | None], bytes],
+    echo: _Echo,
+    index: int,
+    outputs: OutputStream,
+    form: LegacyLogprobs | None,
+) -> bytes:
+    text, block = echo.open(index, outputs, form)
+    return chunk(index, text, block, None)
+
+
 async def _events(
     context: ServerContext,
     outputs: OutputStream,
@@ -115,7 +127,9 @@ async def _events(
             form = forms[delta.index]
             if echo is not None and delta.index not in opened:
                 opened.add(delta.index)
-                yield chunk(delta.index, *echo.open(delta.index, outputs, form), None)
+                first = partial(_first, chunk, echo, delta.index, outputs, form)
+                # A long prompt's log-probabilities take a while to write.
+                yield first() if form is None else await context.workers.run(0, first)
             logprobs = form.output(delta.logprobs) if form is not None and delta.logprobs else None
             if delta.text or logprobs or delta.finish_reason is not None:
                 yield chunk(delta.index, delta.text, logprobs, delta.finish_reason)
