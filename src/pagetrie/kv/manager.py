@@ -106,12 +106,10 @@ class CacheManager:
 
     # -- for leases --------------------------------------------------------------------------------------------------
 
-    def _take(self, count: int) -> list[int] | None:
-        """``count`` pages for a lease, evicting what is needed; None if there aren't enough, with nothing changed."""
+    def _take(self, count: int) -> list[int]:
+        """``count`` pages for a lease, evicting what is needed; the caller has made sure they are available."""
         short = count - self.pool.free_pages
         if short > 0:
-            if short > self.index.cached_pages:
-                return None
             self.index.evict(short)
         return self.pool.allocate(count)
 
@@ -190,12 +188,12 @@ class Lease:
         shared = tail < len(pages) and manager.pool.references[pages[tail]] > 1
         needed = max(0, -(-end // page_size) - len(pages)) + shared
         if needed:
+            missing = needed - manager.available_pages
+            if missing > 0 and self._partial is not None:
+                missing -= self._give_up_partial(missing)
+            if missing > 0:
+                return missing
             new = manager._take(needed)
-            if new is None and self._partial is not None:
-                self._give_up_partial()
-                new = manager._take(needed)
-            if new is None:
-                return needed - manager.available_pages
             if shared:
                 copy = new.pop()
                 manager._copy(pages[tail], copy)
@@ -212,16 +210,25 @@ class Lease:
         self._room = len(pages) * page_size
         return 0
 
-    def _give_up_partial(self) -> None:
-        """Forgo the partial hit: the page it would be copied from may be the very page that is missing."""
+    def _give_up_partial(self, missing: int) -> int:
+        """Forgo the partial hit if the page it would be copied from is all that is missing; else keep it.
+
+        Returns the pages that this gains or would gain: 1, or 0 if someone else holds that page too.
+        """
         assert self._partial is not None
-        self._manager.index.unpin(self._partial[1])
-        self._partial = None
-        self.computed = self.cached_tokens = len(self.pages) * self._manager.page_size
+        manager, owner = self._manager, self._partial[1]
+        before = manager.available_pages
+        manager.index.unpin(owner)
+        gained = manager.available_pages - before
+        if gained < missing:
+            manager.index.pin(owner)
+        else:
+            self._partial = None
+            self.computed = self.cached_tokens = len(self.pages) * manager.page_size
+        return gained
 
     def append(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._tokens += token.to_bytes(TOKEN_BYTES, "little")
+        self._tokens += tokens[0].to_bytes(TOKEN_BYTES, "little") if len(tokens) == 1 else pack_tokens(tokens)
 
     def commit(self, count: int) -> None:
         self.computed += count
@@ -288,7 +295,8 @@ class Lease:
                 del private[0]
         manager.pool.release(private)
         if self._partial is not None:
-            self._give_up_partial()
+            index.unpin(self._partial[1])
+            self._partial = None
         index.touch(self._node)
         index.unpin(self._node)
         self.pages = []
