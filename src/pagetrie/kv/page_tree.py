@@ -181,8 +181,12 @@ class PageTree:
                 if shared > best:
                     best, best_child = shared, index
         if best:
-            owner = match.node.children[best_child]
+            owner = self._first_page(match.node, best_child)
             match.partial_tokens, match.partial_owner, match.partial_page = best, owner, owner.pages[0]
+
+    def _first_page(self, parent: Node, place: int) -> Node:
+        """The node that holds only the first page of the child at ``place``, so that a pin on it keeps no more."""
+        return parent.children[place]
 
     # -- growing and shrinking ---------------------------------------------------------------------------------------
 
@@ -238,7 +242,8 @@ class PageTree:
     def _push(self, node: Node) -> None:
         heap = self._evictable
         if len(heap) > 4 * self.pool.num_pages + 64:
-            heap[:] = [entry for entry in heap if self._is_current(entry)]
+            # One entry per node: a page that is hit in part over and over is queued each time with the same tick.
+            heap[:] = {entry[2]: entry for entry in heap if self._is_current(entry)}.values()
             heapify(heap)
         heappush(heap, (node.last_used, next(self._order), node))
 

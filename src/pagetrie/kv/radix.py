@@ -85,6 +85,10 @@ class RadixIndex(PageTree):
         if is_active(node):
             self.active_pages += len(pages)
 
+    def _first_page(self, parent: Node, place: int) -> Node:
+        child = parent.children[place]
+        return child if len(child.pages) == 1 else self._split(parent, place, 1)
+
     def _split(self, parent: Node, place: int, pages: int) -> Node:
         """Cut the child at ``place`` after ``pages`` pages. The lower part keeps its identity, so pins stay right."""
         lower = parent.children[place]
