@@ -61,8 +61,8 @@ class MeteredCache:
         self._cache.check()
 
     def measure(self) -> Holding:
-        """Count what is held now. A closed lease holds no page and is forgotten."""
-        self._leases = [lease for lease in self._leases if lease.pages]
+        """Count what is held now."""
+        self._leases = [lease for lease in self._leases if not lease.closed]
         used: dict[int, int] = {}
         for lease in self._leases:
             left = lease.computed
@@ -70,4 +70,5 @@ class MeteredCache:
                 tokens = min(max(left, 0), self.page_size)
                 used[page] = max(used.get(page, 0), tokens)
                 left -= self.page_size
-        return Holding(len(self._leases), len(used), len(used) * self.page_size, sum(used.values()))
+        holding = sum(1 for lease in self._leases if lease.pages)
+        return Holding(holding, len(used), len(used) * self.page_size, sum(used.values()))

@@ -60,6 +60,8 @@ class CacheLease(Protocol):
     """The page table: physical page of each logical page."""
     awaits: PendingPage | None
     """At opening: the very next page that this lease would compute is being computed by another one."""
+    closed: bool
+    """Everything was given back."""
 
     def extend(self, count: int) -> int:
         """Make room for ``count`` tokens past the computed ones, evicting cached pages if needed.
