@@ -29,7 +29,7 @@ def encode_namespace(parts: Mapping[str, Part]) -> bytes:
         if value is None:
             tag, body = b"n", b""
         elif isinstance(value, str):
-            tag, body = b"s", value.encode()
+            tag, body = b"s", value.encode("utf-8", "surrogatepass")
         elif isinstance(value, bytes):
             tag, body = b"b", value
         elif isinstance(value, int) and not isinstance(value, bool):
