@@ -44,8 +44,10 @@ class PagePool:
         free, state, references = self._free, self.state, self.references
         if count > len(free):
             raise PageStateError(f"{count} pages asked for, {len(free)} free")
-        pages = free[-count:][::-1] if count > 1 else [free[-1]]
-        del free[-count:]
+        keep = len(free) - count
+        pages = free[keep:]
+        pages.reverse()
+        del free[keep:]
         for page in pages:
             state[page] = PRIVATE
             references[page] = 1
