@@ -99,6 +99,9 @@ class ContiguousLease:
 
     def extend(self, count: int) -> int:
         manager = self._manager
+        missing = -(-(self.computed + count) // manager.page_size) - manager._reservation
+        if missing > 0:
+            return missing
         if self._slot is None:
             self._slot = manager._reserve()
             if self._slot is None:
@@ -111,8 +114,7 @@ class ContiguousLease:
                 manager._copied_pages += len(copies)
                 manager._give_back(self._source)
                 self._source = None
-        room = len(self.pages) * manager.page_size
-        return max(0, -(-(self.computed + count - room) // manager.page_size))
+        return 0
 
     def append(self, tokens: Sequence[int]) -> None:
         pass
