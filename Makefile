@@ -37,9 +37,13 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The build backend goes in first, pinned like the rest, so that the project is built with no second environment.
-$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+# The build tools go in first, pinned like the rest, so that the project is built with no second environment.
+# A change to the kernels builds them anew, in build/, where what has not changed is kept.
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard native/CMakeLists.txt native/src/*) $(VENV)/.created
+	@command -v $${CXX:-c++} >/dev/null 2>&1 || command -v g++ >/dev/null 2>&1 || { \
+	  echo "pagetrie builds a native extension and found no C++ compiler; install g++ 9 or newer (Debian: apt-get install g++)" >&2; \
+	  exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
