@@ -74,10 +74,13 @@ class GgufArray:
             raise ValueError(f"is an array of {self.item_type.name}, not of STRING")
         raw, unpack, position = bytes(self.raw), _U64.unpack_from, 0
         items = []
-        for _ in range(self.count):
+        for index in range(self.count):
             start = position + 8
             position = start + unpack(raw, position)[0]
-            items.append(raw[start:position].decode("utf-8"))
+            try:
+                items.append(raw[start:position].decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"holds an item (number {index}) that isn't UTF-8") from error
         return items
 
     def numbers(self) -> list[Any]:

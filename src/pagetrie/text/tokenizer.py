@@ -92,13 +92,16 @@ class Tokenizer:
 
         ``add_special`` adds what the model wants around a text (a BOS, for some). The work runs outside the
         interpreter lock, so other threads go on. Raises InvalidRequestError if the text holds a lone surrogate or a
-        token unknown to the model.
+        token unknown to the model. Bytes that the vocabulary has no token for are dropped, as the model's own
+        tokenizer does (SmolLM2 lacks some control characters).
         """
         try:
             # Not encode(): only the batch calls release the interpreter lock. "fast" leaves out offsets.
             encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the text isn't valid Unicode: {error.reason} at {error.start}") from error
+        except TypeError:
+            # What the library says of a text that has no UTF-8.
+            _check_unicode(text)
+            raise
         ids: list[int] = encoded.ids
         if self._overflows:
             self.check_ids(ids)
@@ -111,7 +114,7 @@ class Tokenizer:
         return text[1:] if self._strips_space and text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token stands for; joined over a text's tokens they are its UTF-8.
+        """The exact bytes that a token stands for; joined over a text's tokens they are its UTF-8 (see `encode`).
 
         A SentencePiece model's text may begin with one space more than was given (see `decode`). An id without a token
         has none.
@@ -160,6 +163,14 @@ class Tokenizer:
             except ValueError:
                 pass
         return text.replace("▁", " ").encode("utf-8")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        message = f"the text isn't valid Unicode: {error.reason} (character {error.start})"
+        raise InvalidRequestError(message) from error
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, object]]:
