@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 from pagetrie.kv import CacheManager
 from pagetrie.kv.hashchain import HashIndex
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.tokens import TOKEN_BYTES
 from tests.kv.oracle import GARBAGE
 
 Memory = list[list[tuple[int, ...] | int]]
 
 
-def constant(secret: bytes, parent: bytes, tokens: bytes) -> bytes:
-    return b"same"
+class Constant(ChainKeys):
+    def page(self, parent: bytes, tokens: bytes) -> bytes:
+        return b"same"
 
 
-def one_byte(secret: bytes, parent: bytes, tokens: bytes) -> bytes:
+class OneByte(ChainKeys):
     """``token & 0xFF``, without the parent."""
-    return tokens[::TOKEN_BYTES]
+
+    def page(self, parent: bytes, tokens: bytes) -> bytes:
+        return tokens[::TOKEN_BYTES]
 
 
-def rolling(secret: bytes, parent: bytes, tokens: bytes) -> bytes:
-    """A polynomial in 31 over everything up to here, as text."""
-    value = int(parent or b"0", 16) if parent.isalnum() else 0
-    for start in range(0, len(tokens), TOKEN_BYTES):
-        value = value * 31 + int.from_bytes(tokens[start : start + TOKEN_BYTES], "little")
-    return b"%x" % (value % 2**64)
+class Rolling(ChainKeys):
+    """A polynomial in 31 over everything up to here."""
+
+    def root(self, namespace: bytes) -> bytes:
+        return bytes(8)
+
+    def page(self, parent: bytes, tokens: bytes) -> bytes:
+        value = int.from_bytes(parent, "little")
+        for start in range(0, len(tokens), TOKEN_BYTES):
+            value = value * 31 + int.from_bytes(tokens[start : start + TOKEN_BYTES], "little")
+        return (value % 2**64).to_bytes(8, "little")
 
 
-def manager_with(hash_page: Callable[[bytes, bytes, bytes], bytes], num_pages: int, page_size: int) -> CacheManager:
+def manager_with(keys: type[ChainKeys], num_pages: int, page_size: int) -> CacheManager:
     manager = CacheManager(num_pages=num_pages, page_size=page_size, index="hash")
-    manager.index = HashIndex(manager.pool, page_size, bytes(32), hash_page)
+    manager.index = HashIndex(manager.pool, page_size, keys(bytes(32)))
     return manager
 
 
@@ -69,12 +77,10 @@ def shared(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@pytest.mark.parametrize("hash_page", [constant, one_byte, rolling])
-def test_contents_are_right_under_a_bad_hash_and_refusals_are_counted(
-    hash_page: Callable[[bytes, bytes, bytes], bytes],
-) -> None:
+@pytest.mark.parametrize("keys", [Constant, OneByte, Rolling])
+def test_contents_are_right_under_a_bad_hash_and_refusals_are_counted(keys: type[ChainKeys]) -> None:
     rng = random.Random(5)
-    manager = manager_with(hash_page, num_pages=24, page_size=2)
+    manager = manager_with(keys, num_pages=24, page_size=2)
     memory: Memory = [[GARBAGE] * 2 for _ in range(24)]
     done: list[list[int]] = []
     hits = 0
@@ -109,7 +115,7 @@ def test_look_alike_tokens_share_nothing_from_the_change_on(
 
 
 def test_the_constant_hash_stores_one_page_and_refuses_the_next() -> None:
-    manager = manager_with(constant, num_pages=8, page_size=2)
+    manager = manager_with(Constant, num_pages=8, page_size=2)
     index = manager.index
     assert isinstance(index, HashIndex)
     memory: Memory = [[GARBAGE] * 2 for _ in range(8)]

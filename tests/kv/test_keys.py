@@ -8,21 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import pagetrie.kv
-from pagetrie.kv.keys import KEY_BYTES, page_key, root_key
+from pagetrie.kv import CacheManager
+from pagetrie.kv.keys import KEY_BYTES, ChainKeys
 from pagetrie.kv.tokens import pack_tokens
 
 SECRET, OTHER_SECRET = bytes(range(32)), bytes(range(1, 33))
 
 CHAIN = """
-from pagetrie.kv.keys import page_key, root_key
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.tokens import pack_tokens
-key = root_key(bytes(range(32)), b"space")
+keys = ChainKeys(bytes(range(32)))
+key = keys.root(b"space")
 for start in range(0, 64, 16):
-    key = page_key(bytes(range(32)), key, pack_tokens(range(start, start + 16)))
+    key = keys.page(key, pack_tokens(range(start, start + 16)))
     print(key.hex())
 """
 
@@ -30,10 +33,11 @@ tokens = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4)
 
 
 def chain(secret: bytes, namespace: bytes, pages: list[list[int]]) -> list[bytes]:
-    keys = [root_key(secret, namespace)]
+    keys = ChainKeys(secret)
+    chain = [keys.root(namespace)]
     for page in pages:
-        keys.append(page_key(secret, keys[-1], pack_tokens(page)))
-    return keys
+        chain.append(keys.page(chain[-1], pack_tokens(page)))
+    return chain
 
 
 def test_two_secrets_have_no_common_key() -> None:
@@ -76,15 +80,21 @@ def test_a_key_names_everything_before_it(a: list[list[int]], b: list[list[int]]
 
 
 def test_a_namespace_that_looks_like_a_page_has_another_key() -> None:
-    parent = root_key(SECRET, b"space")
-    assert root_key(SECRET, parent + pack_tokens([1])) != page_key(SECRET, parent, pack_tokens([1]))
+    keys = ChainKeys(SECRET)
+    parent = keys.root(b"space")
+    assert keys.root(parent + pack_tokens([1])) != keys.page(parent, pack_tokens([1]))
 
 
 def test_tokens_are_compared_at_their_full_width() -> None:
     """A5: 65 and 321 are equal in one byte; neighbours changed by (+31, -1) are equal to a rolling polynomial."""
-    parent = root_key(SECRET, b"")
-    keys = {page_key(SECRET, parent, pack_tokens(page)) for page in ([65, 9], [321, 9], [96, 8], [65 + 2**16, 9])}
-    assert len(keys) == 4
+    keys = ChainKeys(SECRET)
+    pages = ([65, 9], [321, 9], [96, 8], [65 + 2**16, 9])
+    assert len({keys.page(keys.root(b""), pack_tokens(page)) for page in pages}) == 4
+
+
+def test_a_secret_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have 32 bytes, got 5"):
+        CacheManager(num_pages=1, page_size=1, index="hash", secret=b"short")
 
 
 def test_pythons_own_hash_is_in_no_key() -> None:

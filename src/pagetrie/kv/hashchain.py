@@ -6,14 +6,10 @@ the other. The hash only proposes: an entry counts as a hit if its parent and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pagetrie.kv.keys import page_key, root_key
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Match, Node, PageTree
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.tokens import TOKEN_BYTES
-
-PageKey = Callable[[bytes, bytes, bytes], bytes]
 
 
 class HashIndex(PageTree):
@@ -22,25 +18,23 @@ class HashIndex(PageTree):
     Args:
         pool: owner of the pages.
         page_size: tokens per page.
-        secret: 32 bytes that make keys unpredictable.
-        hash_page: ``(secret, parent key, tokens) -> key``; replaced in tests by a bad one.
+        keys: how pages are hashed.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, secret: bytes, hash_page: PageKey = page_key) -> None:
+    def __init__(self, pool: PagePool, page_size: int, keys: ChainKeys) -> None:
         super().__init__(pool, page_size)
-        self._secret = secret
-        self._hash_page = hash_page
+        self._keys = keys
         self._entries: dict[bytes, Node] = {}
         self.refused_hits = 0
 
     def _make_root(self, namespace: bytes) -> Node:
         root = super()._make_root(namespace)
-        root.chain_key = root_key(self._secret, namespace)
+        root.chain_key = self._keys.root(namespace)
         return root
 
     def _find(self, parent: Node, tokens: bytes) -> tuple[bytes, Node | None]:
         """Key of the page with ``tokens`` after ``parent`` and the entry under it, which may be another page's."""
-        key = self._hash_page(self._secret, parent.chain_key, tokens)
+        key = self._keys.page(parent.chain_key, tokens)
         return key, self._entries.get(key)
 
     def match(self, namespace: bytes, tokens: bytes, limit: int) -> Match:

@@ -9,13 +9,27 @@ from __future__ import annotations
 from blake3 import blake3
 
 KEY_BYTES = 32
+SECRET_BYTES = 32
 
 
-def root_key(secret: bytes, namespace: bytes) -> bytes:
-    """The parent key of a namespace's first pages. ``secret`` is 32 bytes."""
-    return blake3(b"root" + namespace, key=secret).digest()
+class ChainKeys:
+    """The keys under one secret.
 
+    Args:
+        secret: 32 bytes. Raises ValueError for any other number.
+    """
 
-def page_key(secret: bytes, parent: bytes, tokens: bytes) -> bytes:
-    """The key of a full page holding ``tokens`` (u32 little-endian) after the page with key ``parent``."""
-    return blake3(b"page" + parent + tokens, key=secret).digest()
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) != SECRET_BYTES:
+            raise ValueError(f"the secret of page keys must have {SECRET_BYTES} bytes, got {len(secret)}")
+        # Keyed and told apart from each other once; copying that state is cheaper than starting anew for each page.
+        self._root = blake3(b"root", key=secret)
+        self._page = blake3(b"page", key=secret)
+
+    def root(self, namespace: bytes) -> bytes:
+        """The parent key of a namespace's first pages."""
+        return self._root.copy().update(namespace).digest()
+
+    def page(self, parent: bytes, tokens: bytes) -> bytes:
+        """The key of a full page holding ``tokens`` (u32 little-endian) after the page with key ``parent``."""
+        return self._page.copy().update(parent + tokens).digest()

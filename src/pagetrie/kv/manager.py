@@ -11,6 +11,7 @@ from typing import Literal
 
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.interface import CacheStats, PendingPage, ResetReport
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex
@@ -40,7 +41,7 @@ class CacheManager:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.index: RadixIndex | HashIndex = (
-            HashIndex(self.pool, page_size, secret) if index == "hash" else RadixIndex(self.pool, page_size)
+            HashIndex(self.pool, page_size, ChainKeys(secret)) if index == "hash" else RadixIndex(self.pool, page_size)
         )
         self._shares = index != "none"
         self._copies: list[tuple[int, int]] = []
@@ -57,7 +58,7 @@ class CacheManager:
         limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
         match = self.index.match(namespace, packed, limit)
         self.index.pin(match.node)
-        lease = Lease(self, packed, match.node, publish=publish and self._shares)
+        lease = Lease(self, packed, match.root, match.node, publish=publish and self._shares)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
         lease.computed = len(match.pages) * self.page_size
@@ -146,6 +147,7 @@ class Lease:
         "_partial",
         "_publish",
         "_room",
+        "_root",
         "_tokens",
         "awaits",
         "cached_tokens",
@@ -154,9 +156,12 @@ class Lease:
         "pages",
     )
 
-    def __init__(self, manager: CacheManager, tokens: bytes | bytearray, node: Node, *, publish: bool) -> None:
+    def __init__(
+        self, manager: CacheManager, tokens: bytes | bytearray, root: Node, node: Node, *, publish: bool
+    ) -> None:
         self._manager = manager
         self._tokens = bytearray(tokens)
+        self._root = root
         self._node = node
         self._publish = publish
         self._indexed = 0
@@ -258,17 +263,14 @@ class Lease:
 
     def _is_forgotten(self) -> bool:
         """The tree this lease stands on was dropped by a reset: publish nothing more."""
-        root = self._node
-        while root.parent is not None:
-            root = root.parent
-        if root.dead:
+        if self._root.dead:
             self._publish = False
             self._manager._announce(self)
-        return root.dead
+        return self._root.dead
 
     def fork(self) -> Lease:
         manager = self._manager
-        child = Lease(manager, self._tokens, self._node, publish=self._publish)
+        child = Lease(manager, self._tokens, self._root, self._node, publish=self._publish)
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
         child.pages = self.pages[: manager.pages_for(self.computed)]

@@ -63,15 +63,16 @@ class Node:
 
 
 class Match:
-    """A matched prefix: full ``pages`` ending at ``node``, then ``partial_tokens`` tokens of ``partial_page``.
+    """A matched prefix: full ``pages`` from ``root`` to ``node``, then ``partial_tokens`` tokens of ``partial_page``.
 
     ``partial_owner`` is the node that owns that page, None without a partial match.
     """
 
-    __slots__ = ("node", "pages", "partial_owner", "partial_page", "partial_tokens")
+    __slots__ = ("node", "pages", "partial_owner", "partial_page", "partial_tokens", "root")
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, root: Node) -> None:
+        self.root = root
+        self.node = root
         self.pages: list[int] = []
         self.partial_page = -1
         self.partial_tokens = 0
