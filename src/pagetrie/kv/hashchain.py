@@ -32,29 +32,27 @@ class HashIndex(PageTree):
         root.chain_key = self._keys.root(namespace)
         return root
 
-    def _find(self, parent: Node, tokens: bytes) -> tuple[bytes, Node | None]:
-        """Key of the page with ``tokens`` after ``parent`` and the entry under it, which may be another page's."""
-        key = self._keys.page(parent.chain_key, tokens)
-        return key, self._entries.get(key)
-
     def match(self, namespace: bytes, tokens: bytes, limit: int) -> Match:
         """See ``RadixIndex.match``."""
         match = Match(self.root(namespace))
-        position, page_bytes = 0, self.page_bytes
+        node, pages, page_bytes = match.root, match.pages, self.page_bytes
+        entries, key_of = self._entries, self._keys.page
         limit *= TOKEN_BYTES
-        while position + page_bytes <= limit:
-            page = tokens[position : position + page_bytes]
-            _, entry = self._find(match.node, page)
+        position = 0
+        while (end := position + page_bytes) <= limit:
+            page = tokens[position:end]
+            entry = entries.get(key_of(node.chain_key, page))
             if entry is None:
                 break
-            if entry.parent is not match.node or entry.tokens != page:
+            if entry.parent is not node or entry.tokens != page:
                 self.refused_hits += 1
                 break
-            match.pages += entry.pages
-            match.node = entry
-            position += page_bytes
+            pages += entry.pages
+            node = entry
+            position = end
+        match.node = node
         self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
-        self.touch(match.node)
+        self.touch(node)
         return match
 
     def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:
@@ -62,7 +60,8 @@ class HashIndex(PageTree):
         kept: list[int] = []
         for index, page in enumerate(pages):
             page_tokens = tokens[index * self.page_bytes : (index + 1) * self.page_bytes]
-            key, entry = self._find(node, page_tokens)
+            key = self._keys.page(node.chain_key, page_tokens)
+            entry = self._entries.get(key)
             if entry is None:
                 entry = self._add_child(node, page_tokens, [page])
                 entry.chain_key = key
