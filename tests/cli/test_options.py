@@ -16,7 +16,7 @@ def pagetrie(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complet
     """Run the command in a process of its own, in ``cwd``, without the caller's PAGETRIE_* variables."""
     environment = {k: v for k, v in os.environ.items() if not k.upper().startswith("PAGETRIE_")}
     source = str(Path(settings.__file__).parents[1])
-    environment |= {"COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": source, **variables}
+    environment |= {"COLUMNS": "200", "_TYPER_FORCE_DISABLE_TERMINAL": "1", "PYTHONPATH": source, **variables}
     return subprocess.run(
         [sys.executable, "-m", "pagetrie.cli", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
     )
