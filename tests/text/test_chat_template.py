@@ -166,5 +166,6 @@ def test_whether_there_is_a_template() -> None:
 
 
 def test_a_template_with_a_syntax_error() -> None:
-    with pytest.raises(ModelLoadError, match="the chat template has a syntax error in line 2: "):
+    with pytest.raises(ModelLoadError, match="the chat template has a syntax error in line 2: ") as caught:
         ChatTemplate("fine\n{% for %}")
+    assert "\n" not in str(caught.value)

@@ -68,7 +68,10 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._takes_parts = _reads_parts(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
-            raise ModelLoadError(f"the chat template has a syntax error in line {error.lineno}: {error}") from error
+            # Not str(error): that spans several lines.
+            raise ModelLoadError(
+                f"the chat template has a syntax error in line {error.lineno}: {error.message}"
+            ) from error
 
     @classmethod
     def of(

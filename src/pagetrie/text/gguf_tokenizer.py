@@ -89,7 +89,8 @@ def _cached(vocabulary: GgufVocabulary, cache_dir: Path) -> Backend:
     try:
         backend = Backend.from_str(text)
     except Exception as error:
-        raise ModelLoadError(f"{vocabulary.source}: the vocabulary is inconsistent: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{vocabulary.source}: the vocabulary is inconsistent: {reason}") from error
     with contextlib.suppress(OSError):
         data = text.encode("utf-8")
         paths.write_atomically(path, blake3(data).hexdigest().encode() + data)

@@ -28,7 +28,8 @@ def tokenizer_from_folder(folder: Path, *, vocab_size: int, end_ids: frozenset[i
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:
-        raise ModelLoadError(f"{path}: can't be read as a tokenizer: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{path}: can't be read as a tokenizer: {reason}") from error
     settings = _settings(folder / "tokenizer_config.json")
     bos_id = _special_id(backend, settings, "bos_token")
     add_bos = settings.get("add_bos_token")
