@@ -98,6 +98,19 @@ class Engine:
         params, length = request.params, len(request.prompt_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
+        # The first token to generate needs a position too.
+        spare = 0 if params.max_tokens == 0 else 1
+        if length + spare > self.max_len:
+            pool = self._cache.num_pages * self._cache.page_size
+            limit = (
+                f"this model's maximum context length is {self.config.max_model_len} tokens"
+                if self.config.max_model_len <= pool
+                else f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
+            )
+            needs = " and needs room for at least 1 more" if spare else ""
+            raise InvalidRequestError(
+                f"{limit}, but the prompt has {length} tokens{needs}", param="prompt", code="context_length_exceeded"
+            )
         vocab_size = self._vocabulary.vocab_size
         for name, ids in (
             ("prompt", request.prompt_ids),
@@ -112,21 +125,6 @@ class Engine:
         if params.n > self.config.max_num_seqs:
             raise InvalidRequestError(
                 f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
-            )
-        # The first token to generate needs a position too.
-        longest = self.max_len if params.max_tokens == 0 else self.max_len - 1
-        if length > longest:
-            pool = self._cache.num_pages * self._cache.page_size
-            limit = (
-                f"this model's maximum context length is {self.config.max_model_len} tokens"
-                if self.config.max_model_len <= pool
-                else f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
-            )
-            raise InvalidRequestError(
-                f"{limit}, but the prompt has {length} tokens and needs room for at least "
-                f"{0 if params.max_tokens == 0 else 1} more",
-                param="prompt",
-                code="context_length_exceeded",
             )
 
     def add(self, request: Request) -> None:

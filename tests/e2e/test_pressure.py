@@ -1,0 +1,180 @@
+"""A pool that is too small, and clients that leave: nothing is lost, nothing leaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import Server
+from tests.e2e.test_prefix_cache import STORY, TOPICS, tokens
+
+
+def test_what_can_never_fit_is_refused_and_the_rest_goes_on(small: Server) -> None:
+    """C1: pool of 512 tokens; 600 are refused at once with both numbers, 20 are served."""
+    ids = (tokens(small, STORY) * 20)[:600]
+    with pytest.raises(openai.BadRequestError) as refused:
+        small.openai.completions.create(model=small.model, prompt=ids, max_tokens=5)
+    assert refused.value.code == "context_length_exceeded"
+    assert "512" in str(refused.value)
+    assert "600" in str(refused.value)
+    answer = small.complete(ids[:20], max_tokens=4)
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_a_prompt_that_leaves_little_room_ends_with_length(small: Server) -> None:
+    """C1, C2: prompt 500 with max_tokens 100 in 512 tokens: the text so far, finish_reason length."""
+    ids = (tokens(small, STORY) * 20)[:500]
+    answer = small.complete(ids, max_tokens=100, ignore_eos=True)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["choices"][0]["text"]
+    assert small.complete("Hello", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.fixture(scope="module")
+def precise(start_server: Callable[..., Server]) -> Iterator[dict[str, Server]]:
+    """A small and a big pool with fp32 pages, so that runs differ by fp32 rounding only."""
+    yield {
+        size: start_server("--num-pages", pages, "--kv-dtype", "fp32", "--max-model-len", "128")
+        for size, pages in (("small", "10"), ("big", "400"))
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_small_pool_text_equals_big_pool_text(precise: dict[str, Server], temperature: float) -> None:
+    """C5: preempted again and again; streams join to the final text; every token reaches the client once."""
+
+    def ask(server: Server, user: int) -> tuple[str, int, int]:
+        body = {"ignore_eos": True, "top_k": 40}
+        pieces, usage = [], None
+        with server.openai.completions.create(
+            model=server.model,
+            prompt=f"A short note on {TOPICS[user]}, written by hand:",
+            max_tokens=60,
+            seed=user,
+            temperature=temperature,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=body,
+        ) as stream:
+            for chunk in stream:
+                pieces += [choice.text for choice in chunk.choices]
+                usage = chunk.usage or usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return "".join(pieces), usage.completion_tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+    texts = {}
+    for size, server in precise.items():
+        server.reset()
+        before = server.metrics()["vllm:num_preemptions_total"]
+        with ThreadPoolExecutor(8) as users:
+            texts[size] = list(users.map(lambda user, server=server: ask(server, user), range(8)))
+        preemptions = server.idle()["vllm:num_preemptions_total"] - before
+        assert preemptions >= 8 if size == "small" else preemptions == 0
+    assert [text for text, _, _ in texts["small"]] == [text for text, _, _ in texts["big"]]
+    assert all(count == 60 for size in texts for _, count, _ in texts[size])
+    assert all(hit < 16 for size in texts for _, _, hit in texts[size])
+
+
+def test_streams_that_are_dropped_leave_nothing_behind(big: Server) -> None:
+    """B1: n=4, dropped after the first chunk, again and again."""
+    base = big.idle()
+    for _ in range(10):
+        with big.openai.completions.create(
+            model=big.model, prompt=STORY, n=4, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(iter(stream))
+    after = big.idle()
+    aborted = 'vllm:request_success_total{finished_reason="abort"}'
+    assert after[aborted] - base[aborted] == 40
+    assert after["vllm:generation_tokens_total"] - base["vllm:generation_tokens_total"] < 10 * 4 * 200
+
+
+def test_a_client_that_leaves_without_streaming_stops_its_prefill(start_server: Callable[..., Server]) -> None:
+    """B7: stream=false, dropped in prefill: its pages are free within a chunk."""
+    server = start_server("--num-pages", "300", "--max-num-batched-tokens", "64")
+    ids = (tokens(server, STORY) * 60)[:4000]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"model": server.model, "prompt": ids}, timeout=0.5)
+    server.idle()
+    assert server.metrics()["pagetrie:prefill_tokens_total"] < 4000
+
+
+def test_queued_requests_of_clients_that_left_never_run(start_server: Callable[..., Server]) -> None:
+    """B7: one seat busy, five queued and dropped: none of the five runs a step."""
+    server = start_server("--num-pages", "100", "--max-num-seqs", "1")
+    base = server.metrics()["vllm:prompt_tokens_total"]
+    with server.openai.completions.create(
+        model=server.model, prompt="Busy", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        chunks = iter(stream)
+        next(chunks)
+
+        def queue(user: int) -> None:
+            body = {"model": server.model, "prompt": f"{TOPICS[user]} {STORY}", "max_tokens": 5}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+
+        threads = [threading.Thread(target=queue, args=(user,)) for user in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for _ in chunks:
+            pass
+    done = server.idle()
+    assert done["vllm:prompt_tokens_total"] - base == len(tokens(server, "Busy"))
+
+
+def test_eight_streams_each_get_all_their_tokens_in_order(big: Server) -> None:
+    """B9: concurrent streams equal their solo answers."""
+    prompts = [f"{topic}: a list of facts." for topic in TOPICS[:8]]
+
+    def ask(prompt: str) -> str:
+        with big.openai.completions.create(
+            model=big.model, prompt=prompt, max_tokens=20, temperature=0, stream=True, seed=1
+        ) as stream:
+            return "".join(chunk.choices[0].text for chunk in stream)
+
+    def ask_whole(prompt: str) -> dict[str, Any]:
+        return big.complete(prompt, max_tokens=20, logprobs=2)
+
+    with ThreadPoolExecutor(8) as users:
+        streamed = list(users.map(ask, prompts))
+    with ThreadPoolExecutor(8) as users:
+        whole = list(users.map(ask_whole, prompts))
+    for text, answer in zip(streamed, whole, strict=True):
+        choice = answer["choices"][0]
+        gaps = [sorted(top.values())[-1] - sorted(top.values())[-2] for top in choice["logprobs"]["top_logprobs"]]
+        if text != choice["text"]:
+            first = next(i for i, gap in enumerate(gaps) if gap < 0.05)
+            assert text.startswith("".join(choice["logprobs"]["tokens"][:first]))
+        else:
+            assert text == choice["text"]
+
+
+def test_a_long_body_never_holds_up_the_others(big: Server) -> None:
+    """G9: a big prompt is tokenised beside a stream and /health, then refused."""
+    text = "All work and no play makes a dull server. " * 150_000  # 6.3 MB
+    gaps: list[int] = []
+    with big.openai.completions.create(
+        model=big.model, prompt=STORY, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        chunks = iter(stream)
+        next(chunks)
+        with ThreadPoolExecutor(1) as other:
+            refused = other.submit(big.http.post, "/v1/completions", json={"model": big.model, "prompt": text})
+            while not refused.done():
+                next(chunks)
+                assert httpx.get(f"{big.url}/health").status_code == 200
+                gaps.append(1)
+    assert refused.result().status_code == 400
+    assert refused.result().json()["error"]["code"] == "context_length_exceeded"
+    # The stream and /health went on while the body was read and tokenised.
+    assert len(gaps) >= 3
