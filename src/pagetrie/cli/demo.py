@@ -233,10 +233,10 @@ def _print(
     elapsed: float,
     crowd: Sequence[list[int]],
 ) -> None:
-    console = Console()
+    console = Console(highlight=False)
     users, pages = len(crowd), parts.cache.num_pages
     shared = _common_prefix(crowd)
-    per_user = parts.cache.page_size * -(-parts.max_model_len // parts.cache.page_size) // parts.cache.page_size
+    per_user = -(-parts.max_model_len // parts.cache.page_size)
     console.print(
         f"{parts.name}: {users} users, a shared prefix of {shared} tokens, prompts of "
         f"{min(map(len, crowd))} to {max(map(len, crowd))} tokens, {seen.generated // users} tokens each in answer. "
