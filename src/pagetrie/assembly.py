@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
+from pagetrie.kv.keys import KEY_BYTES
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.loading import load_checkpoint
 from pagetrie.runner.model_runner import ModelRunner
@@ -162,7 +164,12 @@ def context_limit(settings: Settings, model_context: int, num_pages: int) -> int
 def _cache(settings: Settings, num_pages: int, max_model_len: int) -> KVCache:
     if settings.kv_layout == "contiguous":
         return ContiguousCacheManager(num_pages=num_pages, page_size=settings.page_size, max_tokens=max_model_len)
-    return CacheManager(num_pages=num_pages, page_size=settings.page_size, index=settings.prefix_index)
+    return CacheManager(
+        num_pages=num_pages,
+        page_size=settings.page_size,
+        index=settings.prefix_index,
+        secret=secrets.token_bytes(KEY_BYTES),
+    )
 
 
 def _public_name(model: Path | None) -> str:
