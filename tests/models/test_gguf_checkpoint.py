@@ -20,7 +20,7 @@ from pagetrie.models.layout import expected_tensors
 from pagetrie.models.loading import load_checkpoint
 
 from .reference_quants import REFERENCE
-from .tiny import gguf_metadata, gguf_tensors, tiny_model, write_folder, write_gguf
+from .tiny import VOCAB, gguf_metadata, gguf_tensors, tiny_model, write_folder, write_gguf
 
 
 def write(path: Path, family: str = "llama", *, metadata: dict[str, Any] | None = None, **overrides: Any) -> Path:
@@ -223,6 +223,27 @@ def test_a_folder_with_one_gguf_file(tmp_path: Path) -> None:
     write(folder / "b.gguf")
     with pytest.raises(ModelLoadError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\); name one"):
         load_checkpoint(folder, tmp_path)
+
+
+def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁", "h", "i", "▁h", "▁hi", *(f"piece{index}" for index in range(VOCAB - 264))]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": None,
+        "tokenizer.ggml.eos_token_id": None,
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *byte_tokens, *pieces],
+        "tokenizer.ggml.token_type": [2, 3, 3, *([6] * 256), *([1] * len(pieces))],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(index) for index in range(len(pieces))],
+    }
+    tokenizer = opened(tmp_path, **metadata).tokenizer()
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids) == (1, 2, {2})
+    assert tokenizer.encode("hi hi\n") == [1, 263, 263, 3 + ord("\n")]
+    assert tokenizer.decode([1, 263, 263, 13]) == "hi hi\n"
+    with pytest.raises(ModelLoadError, match=r"'tokenizer\.ggml\.scores' is missing"):
+        opened(tmp_path, **metadata | {"tokenizer.ggml.scores": None})
 
 
 def test_bundled_model(bundled_model: Path, tmp_path: Path) -> None:
