@@ -279,6 +279,19 @@ def test_a_token_id_beyond_u32_is_refused_and_changes_nothing(index: str) -> Non
     assert len(lease) == 3
 
 
+def test_a_page_is_not_published_without_all_of_its_tokens_or_room(index: str) -> None:
+    manager = CacheManager(num_pages=4, page_size=4, index=index)
+    lease = manager.open([1, 2, 3])
+    assert lease.extend(8) == 0
+    with pytest.raises(ValueError, match="4 tokens are committed, but only 3 are known"):
+        lease.commit(4)
+    lease = manager.open([1, 2, 3, 4])
+    with pytest.raises(ValueError, match="4 are known and 0 pages held"):
+        lease.commit(4)
+    manager.check()
+    assert manager.stats().cached_pages == 0
+
+
 # -- fork and close --------------------------------------------------------------------------------------------------
 
 

@@ -248,6 +248,11 @@ class Lease:
             return
         mine = self.pages[first:full]
         tokens = bytes(self._tokens[first * index.page_bytes : full * index.page_bytes])
+        if not len(tokens) == len(mine) * index.page_bytes == (full - first) * index.page_bytes:
+            # Published all the same, others would hit pages that hold something else.
+            raise ValueError(
+                f"{self.computed} tokens are committed, but only {len(self)} are known and {len(self.pages)} pages held"
+            )
         node, kept = index.insert(self._node, tokens, mine)
         # Where another lease was first, switch to its pages before giving back our own.
         self.pages[first : first + len(kept)] = kept
