@@ -62,7 +62,9 @@ class ModelCheckpoint:
         raise NotImplementedError("these models have no vocabulary")
 
 
-def tiny_model(family: str, rope: RopeConfig | None = None, **overrides: Any) -> tuple[PreTrainedModel, ModelCheckpoint]:
+def tiny_model(
+    family: str, rope: RopeConfig | None = None, **overrides: Any
+) -> tuple[PreTrainedModel, ModelCheckpoint]:
     """A random model of a family in ``transformers`` and the same as a checkpoint.
 
     Args:
@@ -145,7 +147,7 @@ def random_tokens(n: int, seed: int, vocab: int = VOCAB) -> list[int]:
 
 
 @dataclass
-class Sequence_:
+class Track:
     """A sequence under test: all its tokens, how many are computed, and its pages."""
 
     tokens: list[int]
@@ -166,7 +168,7 @@ class Driver:
         self.size = runner.storage.page_size
         self.free = list(range(runner.storage.num_pages))
         random.Random(seed).shuffle(self.free)
-        self.sequences: list[Sequence_] = []
+        self.sequences: list[Track] = []
         self._captured: list[torch.Tensor] = []
         decoder = runner._decoder
         forward = decoder.forward
@@ -178,24 +180,29 @@ class Driver:
 
         decoder.forward = capture  # type: ignore[method-assign]
 
-    def add(self, tokens: Sequence[int], shared: Sequence_ | None = None, shared_tokens: int = 0) -> Sequence_:
+    def add(self, tokens: Sequence[int], shared: Track | None = None, shared_tokens: int = 0) -> Track:
         """A new sequence; it may share the full pages of another's first ``shared_tokens``."""
         assert shared_tokens % self.size == 0
         held = shared_tokens // self.size
         pages = list(shared.pages[:held]) if shared else []
         while len(pages) * self.size < len(tokens):
             pages.append(self.free.pop())
-        sequence = Sequence_(list(tokens), pages, computed=shared_tokens)
+        sequence = Track(list(tokens), pages, computed=shared_tokens)
         if shared:
             sequence.logits = shared.logits[:shared_tokens]
         self.sequences.append(sequence)
         return sequence
 
-    def step(self, shares: Sequence[tuple[Sequence_, int]], copies: Sequence[tuple[int, int]] = ()) -> None:
+    def step(
+        self, shares: Sequence[tuple[Track, int]], copies: Sequence[tuple[int, int]] = (), *, poison: bool = True
+    ) -> None:
         """Compute the next n tokens of each of some sequences in one step."""
-        self.poison()
+        if poison:
+            self.poison()
         steps = [
-            SequenceStep(s.tokens[s.computed : s.computed + n], s.computed, s.pages[: -(-(s.computed + n) // self.size)])
+            SequenceStep(
+                s.tokens[s.computed : s.computed + n], s.computed, s.pages[: -(-(s.computed + n) // self.size)]
+            )
             for s, n in shares
         ]
         self.runner.execute(StepPlan(list(copies), steps))
@@ -213,10 +220,14 @@ class Driver:
             live[torch.tensor(sequence.pages, dtype=torch.long)[at // self.size], at % self.size] = True
         data.masked_fill_(~live[:, None, None, None, :, None], torch.nan)
 
-    def run(self, sequence: Sequence_, chunk: int) -> torch.Tensor:
+    def run_until(self, sequence: Track, end: int, chunk: int = 64) -> None:
+        """Compute a sequence's tokens before ``end`` by chunks."""
+        while sequence.computed < end:
+            self.step([(sequence, min(chunk, end - sequence.computed))])
+
+    def run(self, sequence: Track, chunk: int) -> torch.Tensor:
         """Compute a whole sequence by chunks; its logits at every position."""
-        while sequence.computed < len(sequence.tokens):
-            self.step([(sequence, min(chunk, len(sequence.tokens) - sequence.computed))])
+        self.run_until(sequence, len(sequence.tokens), chunk)
         return torch.stack(sequence.logits)
 
 
@@ -224,6 +235,11 @@ def greedy(**params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, **params)
 
 
-def spec(params: SamplingParams, seed: int = 0, prompt: Sequence[int] = (), output: Sequence[int] = (),
-         banned: Sequence[int] = ()) -> SampleSpec:
+def spec(
+    params: SamplingParams,
+    seed: int = 0,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    banned: Sequence[int] = (),
+) -> SampleSpec:
     return SampleSpec(params, seed, prompt, output, banned)
