@@ -58,8 +58,10 @@ class Server:
     def idle(self) -> dict[str, float]:
         """Wait until nothing runs or waits and every page is back; return the metrics."""
         return self.wait_until(
-            lambda m: m["vllm:num_requests_running"] == m["vllm:num_requests_waiting"] == 0
-            and m['pagetrie:pages{state="active"}'] == 0
+            lambda m: (
+                m["vllm:num_requests_running"] == m["vllm:num_requests_waiting"] == 0
+                and m['pagetrie:pages{state="active"}'] == 0
+            )
         )
 
     def complete(self, prompt: object, **fields: object) -> dict[str, object]:
@@ -78,9 +80,7 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    bundled_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Server]]:
+def start_server(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Start servers with given options; all are stopped at the end, and must end well."""
     servers: list[Server] = []
 

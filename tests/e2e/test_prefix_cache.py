@@ -153,7 +153,9 @@ def test_fifty_users_hold_their_prefix_once(start_server: Callable[..., Server])
     peak = 0.0
 
     def ask(user: int) -> dict[str, Any]:
-        return server.complete([*prefix, *tokens(server, f" User {user} asks about {TOPICS[user % 20]}:")], max_tokens=8)
+        return server.complete(
+            [*prefix, *tokens(server, f" User {user} asks about {TOPICS[user % 20]}:")], max_tokens=8
+        )
 
     with ThreadPoolExecutor(50) as users:
         answers = [users.submit(ask, user) for user in range(50)]
@@ -175,7 +177,10 @@ def test_a_burst_on_a_cold_trunk_computes_it_once(start_server: Callable[..., Se
     """I4: four requests at once on one trunk; one is cancelled half-way and the others go on."""
     server = start_server("--num-pages", "120", "--max-num-batched-tokens", "64")
     trunk = tokens(server, STORY * 6)[:400]
-    tails = [tokens(server, f" Now tell me about {TOPICS[user]} in one line, please, and be quick about it.") for user in range(4)]
+    tails = [
+        tokens(server, f" Now tell me about {TOPICS[user]} in one line, please, and be quick about it.")
+        for user in range(4)
+    ]
     before = server.metrics()
     gate = threading.Barrier(4)
 

@@ -139,9 +139,7 @@ def test_preempted_text_equals_the_big_pool_text(temperature: float) -> None:
     for num_pages in (12, 400):
         world = World(num_pages=num_pages, page_size=4, max_model_len=48)
         for name in range(8):
-            world.add(
-                str(name), prompt(name, 10), max_tokens=30, ignore_eos=True, temperature=temperature, seed=name
-            )
+            world.add(str(name), prompt(name, 10), max_tokens=30, ignore_eos=True, temperature=temperature, seed=name)
         preemptions = 0
         while world.engine.has_work:
             waiting = {sequence for sequence in world.engine._scheduler.waiting if sequence.started}

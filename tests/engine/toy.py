@@ -183,7 +183,9 @@ class World:
         return self.cache.stats().active_pages
 
 
-def expected(prompt: Sequence[int], max_tokens: int, *, seed: int = 0, temperature: float = 0.0, eos: bool = True) -> list[int]:
+def expected(
+    prompt: Sequence[int], max_tokens: int, *, seed: int = 0, temperature: float = 0.0, eos: bool = True
+) -> list[int]:
     """The tokens that a plain run gives, without any cache."""
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     context, output = list(prompt), []

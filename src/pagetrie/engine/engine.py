@@ -83,9 +83,7 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._observer = observer or EngineObserver()
-        self._scheduler = Scheduler(
-            cache, max_seats=config.max_num_seqs, max_step_tokens=config.max_num_batched_tokens
-        )
+        self._scheduler = Scheduler(cache, max_seats=config.max_num_seqs, max_step_tokens=config.max_num_batched_tokens)
         self._states: dict[str, RequestState] = {}
         self._arrivals = 0
         # A sequence can neither outgrow the context nor an otherwise empty pool.
@@ -278,9 +276,7 @@ class Engine:
             banned_ids=banned,
         )
 
-    def _commit(
-        self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]
-    ) -> int:
+    def _commit(self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]) -> int:
         """Take in what a step gave for a sequence. Returns the number of tokens handed out."""
         lease, state = sequence.lease, sequence.state
         assert lease is not None
