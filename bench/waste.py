@@ -1,8 +1,8 @@
 """How much held memory is unused, paged against contiguous: ``python -m bench.waste [--json]``.
 
-64 requests whose lengths follow a long-tailed (log-normal) distribution run through the real scheduler and the real cache
-managers, with a runner that computes nothing, since pages depend on lengths alone. Waste is unused slots over held slots,
-both summed over all steps. Sharing is off, so that it can't flatter the paged figure.
+64 requests whose lengths follow a long-tailed (log-normal) distribution run through the real scheduler and the real
+cache managers, with a runner that computes nothing, since pages depend on lengths alone. Waste is unused slots over
+held slots, both summed over all steps. Sharing is off, so that it can't flatter the paged figure.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,9 +38,9 @@ def test_a_prompt_that_leaves_little_room_ends_with_length(small: Server) -> Non
 
 
 @pytest.fixture(scope="module")
-def precise(start_server: Callable[..., Server]) -> Iterator[dict[str, Server]]:
+def precise(start_server: Callable[..., Server]) -> dict[str, Server]:
     """A small and a big pool with fp32 pages, so that runs differ by fp32 rounding only."""
-    yield {
+    return {
         size: start_server("--num-pages", pages, "--kv-dtype", "fp32", "--max-model-len", "128")
         for size, pages in (("small", "10"), ("big", "400"))
     }

@@ -87,9 +87,13 @@ def test_refusals_come_before_any_output() -> None:
                 await loop.submit(request("a", 1))
             await anext(first)
             rest = []
-            with pytest.raises(QueueFullError):
+
+            async def fill() -> None:
                 for name in range(10):
-                    rest.append(await loop.submit(request(str(name), 1)))
+                    rest.append(await loop.submit(request(str(name), 1)))  # noqa: PERF401
+
+            with pytest.raises(QueueFullError):
+                await fill()
             assert len(rest) >= 2
 
     asyncio.run(main())

@@ -35,7 +35,7 @@ class ToyVocabulary:
 
 
 def toy_next(context: Sequence[int], spec: SampleSpec) -> int:
-    """Next token after ``context``; with a temperature it also depends on the seed and the draw's number, as it must."""
+    """Next token after ``context``; with a temperature it also depends on the seed and the number of the draw."""
     text = ",".join(map(str, context))
     if not spec.params.greedy:
         text += f"|{spec.seed}|{len(spec.output_ids)}"
