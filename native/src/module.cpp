@@ -13,6 +13,8 @@ using namespace nb::literals;
 
 namespace pagetrie {
 
+void bind_attention(nb::module_& m);
+
 static void bind_cpu(nb::module_& m) {
   m.def("isa", [] { return isa_name(isa()); }, "The instruction set in use: portable, avx2 or avx512.");
   m.def("best_isa", [] { return isa_name(best_isa()); }, "The best instruction set that this machine has.");
@@ -44,4 +46,5 @@ static void bind_cpu(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "Kernels over pages. Import torch first, so that both use one OpenMP runtime.";
   pagetrie::bind_cpu(m);
+  pagetrie::bind_attention(m);
 }

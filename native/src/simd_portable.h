@@ -1,0 +1,123 @@
+// Sixteen floats at a time, in plain C++. The other simd_*.h files give the same names for one instruction set each;
+// a kernel includes one of them and is compiled once per set (see CMakeLists.txt for the rule on linkage).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace pagetrie {
+namespace {
+
+constexpr int kBlockRows = 6;
+
+struct V16 {
+  float lane[16];
+};
+
+#define PAGETRIE_EACH(expression)                 \
+  V16 result;                                     \
+  for (int i = 0; i < 16; i++) result.lane[i] = (expression); \
+  return result
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  uint32_t bits;
+  if (magnitude >= 0x7c00u) {  // infinite or NaN
+    bits = 0x7f800000u | (magnitude << 13);
+  } else if (magnitude >= 0x0400u) {
+    bits = (magnitude << 13) + (112u << 23);
+  } else {  // subnormal: a multiple of 2^-24
+    const float value = static_cast<float>(magnitude) * 0x1p-24f;
+    std::memcpy(&bits, &value, 4);
+  }
+  bits |= sign;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Rounds to nearest even; values beyond fp16's range become the largest it has, NaN stays.
+inline uint16_t float_to_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477fe000u) return static_cast<uint16_t>(sign | 0x7bffu);
+  if (magnitude < 0x38800000u) {  // subnormal in fp16: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
+    float shifted;
+    std::memcpy(&shifted, &magnitude, 4);
+    shifted += 0.5f;
+    std::memcpy(&bits, &shifted, 4);
+    return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
+
+inline V16 load(const float* from) { PAGETRIE_EACH(from[i]); }
+inline V16 load(const uint16_t* halves) { PAGETRIE_EACH(half_to_float(halves[i])); }
+inline void store(float* to, V16 a) { std::memcpy(to, a.lane, sizeof a.lane); }
+inline void store(uint16_t* halves, V16 a) {
+  for (int i = 0; i < 16; i++) halves[i] = float_to_half(a.lane[i]);
+}
+inline V16 broadcast(float x) { PAGETRIE_EACH(x); }
+inline V16 zero() { return broadcast(0.0f); }
+inline V16 add(V16 a, V16 b) { PAGETRIE_EACH(a.lane[i] + b.lane[i]); }
+inline V16 sub(V16 a, V16 b) { PAGETRIE_EACH(a.lane[i] - b.lane[i]); }
+inline V16 mul(V16 a, V16 b) { PAGETRIE_EACH(a.lane[i] * b.lane[i]); }
+inline V16 fma(V16 a, V16 b, V16 c) { PAGETRIE_EACH(a.lane[i] * b.lane[i] + c.lane[i]); }
+
+// b, unless it is less than a; NaN in b stays.
+inline V16 at_least(V16 a, V16 b) { PAGETRIE_EACH(b.lane[i] < a.lane[i] ? a.lane[i] : b.lane[i]); }
+
+// a * 2^n, where n is the low bits of t = n + 1.5 * 2^23, |n| <= 126, and a is near 1.
+inline V16 scale_exponent(V16 a, V16 t) {
+  V16 result;
+  for (int i = 0; i < 16; i++) {
+    uint32_t bits, shift;
+    std::memcpy(&bits, &a.lane[i], 4);
+    std::memcpy(&shift, &t.lane[i], 4);
+    bits += shift << 23;
+    std::memcpy(&result.lane[i], &bits, 4);
+  }
+  return result;
+}
+
+inline bool any_greater(V16 a, V16 b) {
+  bool any = false;
+  for (int i = 0; i < 16; i++) any |= a.lane[i] > b.lane[i];
+  return any;
+}
+
+// Lane i of a where low <= i <= high, else of b.
+inline V16 select_range(int low, int high, V16 a, V16 b) { PAGETRIE_EACH(low <= i && i <= high ? a.lane[i] : b.lane[i]); }
+
+inline float max_lane(V16 a) {
+  float result = a.lane[0];
+  for (int i = 1; i < 16; i++) result = a.lane[i] > result ? a.lane[i] : result;
+  return result;
+}
+
+// Sums lanes pairwise: 8 apart, then 4, 2, 1.
+inline float sum_lanes(V16 a) {
+  for (int step = 8; step > 0; step /= 2)
+    for (int i = 0; i < step; i++) a.lane[i] += a.lane[i + step];
+  return a.lane[0];
+}
+
+// Multiplies pairs (x, y) of a, as complex numbers, by those of b.
+inline V16 mul_complex(V16 a, V16 b) {
+  V16 result;
+  for (int i = 0; i < 16; i += 2) {
+    result.lane[i] = a.lane[i] * b.lane[i] - a.lane[i + 1] * b.lane[i + 1];
+    result.lane[i + 1] = a.lane[i] * b.lane[i + 1] + a.lane[i + 1] * b.lane[i];
+  }
+  return result;
+}
+
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
+#undef PAGETRIE_EACH
+
+}  // namespace
+}  // namespace pagetrie
