@@ -123,8 +123,7 @@ class CacheManager:
         if lease._announced is not None:
             key, pending = lease._announced
             pending.done = True
-            if self._computing.get(key, (None,))[0] is lease:
-                del self._computing[key]
+            del self._computing[key]
             lease._announced = None
         page = lease._next_page()
         if lease._publish and not lease.closed and len(page) == self.index.page_bytes:
