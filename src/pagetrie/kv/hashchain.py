@@ -52,7 +52,6 @@ class HashIndex(PageTree):
             position = end
         match.node = node
         self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
-        self.touch(node)
         return match
 
     def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:

@@ -4,9 +4,9 @@ A node is an edge label (tokens) with the pages that hold it. Only the deepest n
 ancestors are safe because eviction takes leaves only. A node is *active* while it or a descendant is pinned, *cached*
 otherwise.
 
-Recency: every operation has a tick of its own and touches a path from the root, so a cached parent is never older than
-its children and the least recently used leaf is unique. Eviction takes that leaf's last page first, so what remains
-is always a usable prefix.
+Recency: a lease that ends touches the path it held, from the root, with a tick of its own. So a cached parent is never
+older than its children and the least recently used leaf is unique. Eviction takes that leaf's last page first, so what
+remains is always a usable prefix.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ class RadixIndex(PageTree):
     def match(self, namespace: bytes, tokens: bytes, limit: int) -> Match:
         """Longest stored prefix of ``tokens`` (u32 LE), at most ``limit`` tokens of it.
 
-        Touches the matched path and splits its last edge where the match ends. The caller pins it in the same act.
+        Splits the last edge where the match ends. The caller pins the path in the same act, so that it is touched when
+        it is let go.
         """
         match = Match(self.root(namespace))
         node, position, page_bytes = match.node, 0, self.page_bytes
@@ -42,7 +43,6 @@ class RadixIndex(PageTree):
             node = child
         match.node = node
         self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
-        self.touch(node)
         return match
 
     def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:
