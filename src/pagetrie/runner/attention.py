@@ -75,13 +75,13 @@ class AttentionPlan:
         out = torch.empty(q.shape)
         for prefill in self._prefills:
             prefill.run(layer, q, out)
-        if self._merging:
-            lse = torch.full(q.shape[:3], -torch.inf)
-            for part in self._decodes:
-                _merge(part.rows, *part.run(layer, q), out, lse)
-        else:
-            for part in self._decodes:
-                out[part.rows] = part.run(layer, q)[0]
+        so_far = torch.full(q.shape[:3], -torch.inf) if self._merging else None
+        for part in self._decodes:
+            mixed, lse = part.run(layer, q, with_lse=self._merging)
+            if so_far is None or lse is None:
+                out.index_copy_(0, part.rows, mixed)
+            else:
+                _merge(part.rows, mixed, lse, out, so_far)
         return out.view(len(out), -1)
 
 
@@ -98,10 +98,25 @@ class _Gather:
         self._wide = wide.permute(1, 3, 0, 2, 4, 5)
         self._narrow = self._raw.view(self._wide.shape)
         self._tokens = wide.flatten(3, 4)
+        self._blank_pages = self._edge_pages = torch.empty(0, dtype=torch.int64)
+        self._edge_slots = torch.empty(0, 1, 1, page_size, 1, dtype=torch.bool)
+
+    def blank(self, stale: torch.Tensor) -> None:
+        """Have these tokens read as zeros, whatever is stored there; bool [groups, pages * page_size]."""
+        by_page = stale.view(len(self._raw), -1)
+        edge = by_page.any(1) & ~by_page.all(1)
+        self._blank_pages = by_page.all(1).nonzero().squeeze(1)
+        self._edge_pages = edge.nonzero().squeeze(1)
+        self._edge_slots = by_page[edge].view(-1, 1, 1, by_page.shape[1], 1)
 
     def __call__(self, layer: int) -> torch.Tensor:
         """Keys and values, float32 [2, groups, n_kv_heads, tokens, head_dim]; valid until the next call."""
         self._storage.read(layer, self._index, self._raw)
+        if len(self._blank_pages):
+            self._raw.index_fill_(0, self._blank_pages, 0.0)
+        if len(self._edge_pages):
+            edges = self._raw.index_select(0, self._edge_pages).masked_fill_(self._edge_slots, 0.0)
+            self._raw.index_copy_(0, self._edge_pages, edges)
         self._wide.copy_(self._narrow)
         return self._tokens
 
@@ -149,42 +164,40 @@ class _Decode:
         self._shape = part.members.shape
         self._gather = _Gather(storage, part.tables)
         self._tokens = int(part.ends.max())
-        at = np.arange(self._tokens)
+        at = np.arange(part.tables.shape[1] * storage.page_size)
         stale = torch.from_numpy((at < part.begins[:, None]) | (at >= part.ends[:, None]))
-        self._stale: tuple[torch.Tensor, ...] | None = None
+        self._gather.blank(stale)
         self._mask: torch.Tensor | None = None
-        if stale.any():
-            self._stale = stale.nonzero(as_tuple=True)
-            mask = torch.zeros(stale.shape).masked_fill_(stale, -torch.inf)
+        if stale[:, : self._tokens].any():
+            mask = torch.zeros(stale.shape).masked_fill_(stale, -torch.inf)[:, : self._tokens]
             self._mask = mask.repeat_interleave(storage.data.shape[3], 0).unsqueeze(1)
 
-    def run(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, layer: int, q: torch.Tensor, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over this part alone.
 
         Args:
             layer: the layer.
             q: float32 [all rows, n_kv_heads, group, head_dim], scaled.
+            with_lse: whether the second result is needed.
 
         Returns:
             The mixed values, [rows, n_kv_heads, group, head_dim], and the log of the softmax's sum,
-            [rows, n_kv_heads, group].
+            [rows, n_kv_heads, group], or None.
         """
-        kv = self._gather(layer)[:, :, :, : self._tokens]
-        if self._stale is not None:
-            kv[:, self._stale[0], :, self._stale[1]] = 0.0
-        keys, values = kv.flatten(1, 2)
-        heads = q[self.rows].view(*self._shape, *q.shape[1:]).transpose(1, 2)
+        keys, values = self._gather(layer)[:, :, :, : self._tokens].flatten(1, 2)
+        heads = q.index_select(0, self.rows).view(*self._shape, *q.shape[1:]).transpose(1, 2)
         stacked = heads.reshape(len(keys), -1, heads.shape[-1])
         if self._mask is None:
             scores = torch.bmm(stacked, keys.transpose(1, 2))
         else:
             scores = torch.baddbmm(self._mask, stacked, keys.transpose(1, 2))
-        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-        mixed = torch.bmm(scores.sub_(lse).exp_(), values)
-        return (
-            mixed.view(heads.shape).transpose(1, 2).flatten(0, 1),
-            lse.view(heads.shape[:-1]).transpose(1, 2).flatten(0, 1),
-        )
+        shares = torch.softmax(scores, dim=-1)
+        mixed = torch.bmm(shares, values).view(heads.shape).transpose(1, 2).flatten(0, 1)
+        if not with_lse:
+            return mixed, None
+        # The largest share is at least 1 / tokens, so its logarithm is safe: log(share) = score - lse.
+        lse = scores.amax(-1) - shares.amax(-1).log_()
+        return mixed, lse.view(heads.shape[:-1]).transpose(1, 2).flatten(0, 1)
 
 
 def _merge(

@@ -23,6 +23,9 @@ LOWEST_LOGPROB = -9999.0
 _CANDIDATES = 256
 """Likeliest tokens to look at first where top_p or min_p, not top_k, decide how many are kept."""
 
+_BLOCK = 16
+"""Tokens in a block, when looking for the likeliest."""
+
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -53,14 +56,13 @@ def sample(logits: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec
     Raises:
         EngineError: a row holds NaN or has no finite maximum, so the model failed.
     """
-    maxima, likeliest = logits.max(dim=-1)
+    maxima, best = _maxima(logits)
     if not bool(torch.isfinite(maxima).all()):
         raise EngineError("the model's logits are not finite numbers")
-    best = likeliest.tolist()
     tokens = [best[row] for row in rows]
     special = [i for i, spec in enumerate(specs) if not spec.params.greedy or _adjusts(spec)]
     if special:
-        changed = logits[[rows[i] for i in special]]
+        changed = logits.index_select(0, torch.tensor([rows[i] for i in special]))
         for row, i in zip(changed, special, strict=True):
             if _adjusts(specs[i]):
                 _adjust(row, specs[i])
@@ -70,7 +72,7 @@ def sample(logits: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec
     asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
     results = [TokenLogprob(token, 0.0) for token in tokens]
     if asked:
-        chosen = logits[[rows[i] for i in asked]]
+        chosen = logits.index_select(0, torch.tensor([rows[i] for i in asked]))
         counts = [specs[i].params.logprobs or 0 for i in asked]
         for i, result in zip(asked, token_logprobs(chosen, [tokens[i] for i in asked], counts), strict=True):
             results[i] = result
@@ -104,19 +106,28 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
 
 
 def _likeliest(logits: torch.Tensor, k: int) -> tuple[npt.NDArray[np.float32], Ids]:
-    """The k largest of each row, [n, k], by falling value, equal ones by rising id."""
-    k = min(k, logits.shape[1])
-    top = torch.topk(logits, min(k + 1, logits.shape[1]))
-    values, ids = top.values.numpy(), top.indices.numpy()
-    order = np.lexsort((ids, -values), axis=-1)
-    values, ids = np.take_along_axis(values, order, -1), np.take_along_axis(ids, order, -1)
-    if values.shape[1] > k:
-        # Of values equal to the k-th, topk returns any.
-        for row in np.flatnonzero(values[:, k - 1] == values[:, k]):
-            whole = logits[row].numpy()
-            among = np.flatnonzero(whole >= values[row, k - 1])
-            ids[row, :k] = among[np.argsort(-whole[among], kind="stable")[:k]]
-    return values[:, :k], ids[:, :k]
+    """The k largest of each row, [n, k], by falling value, equal ones by rising id.
+
+    A row's k-th largest value is at least the k-th largest of its blocks' maxima. So few tokens are left to sort:
+    those that reach that bound. This takes a fraction of ``torch.topk``'s time and settles ties as it goes.
+    """
+    n, vocab = logits.shape
+    k, blocks = min(k, vocab), vocab // _BLOCK
+    bounds = np.full(n, -np.inf, np.float32)
+    if k < blocks:
+        maxima = logits[:, : blocks * _BLOCK].view(n, _BLOCK, blocks).amax(dim=1).numpy()
+        bounds = np.partition(maxima, blocks - k, axis=1)[:, blocks - k]
+    values, ids = np.empty((n, k), np.float32), np.empty((n, k), np.int64)
+    for i, row in enumerate(logits.numpy()):
+        among = np.flatnonzero(row >= bounds[i])
+        ids[i] = among[np.argsort(-row[among], kind="stable")[:k]]
+        values[i] = row[ids[i]]
+    return values, ids
+
+
+def _maxima(logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Each row's maximum, [n, 1] NaN if it holds one, and the lowest id that has it (numpy's argmax is quick)."""
+    return logits.amax(dim=-1, keepdim=True), logits.numpy().argmax(axis=-1).tolist()
 
 
 def _adjusts(spec: SampleSpec) -> bool:
@@ -156,16 +167,19 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """Draw one token from each row of adjusted logits, float32 [len(specs), vocab_size]; they are changed."""
     temperatures = [1.0 if spec.params.greedy else spec.params.temperature for spec in specs]
     logits /= torch.tensor(temperatures).unsqueeze(1)
-    maxima, likeliest = logits.max(dim=-1)
+    maxima, tokens = _maxima(logits)
     if not bool(torch.isfinite(maxima).all()):
         raise EngineError("no token may be drawn: all are banned, or the logits are not finite numbers")
-    tokens: list[int] = likeliest.tolist()
 
     filtered = [i for i, spec in enumerate(specs) if not spec.params.greedy and _filters(spec.params)]
     if filtered:
         wanted = max(spec.top_k if spec.top_k > 0 else _CANDIDATES for spec in (specs[i].params for i in filtered))
-        some = logits[filtered]
-        normalisers = torch.logsumexp(some, dim=-1).tolist()
+        some = logits if len(filtered) == len(specs) else logits.index_select(0, torch.tensor(filtered))
+        normalisers = [0.0] * len(filtered)
+        by_mass = [at for at, i in enumerate(filtered) if _needs_normaliser(specs[i].params)]
+        if by_mass:
+            for at, value in zip(by_mass, torch.logsumexp(some.index_select(0, torch.tensor(by_mass)), dim=-1).tolist(), strict=True):
+                normalisers[at] = value
         values, ids = _likeliest(some, wanted)
         for at, i in enumerate(filtered):
             tokens[i] = _draw_filtered(some[at], values[at], ids[at], normalisers[at], specs[i])
@@ -179,17 +193,19 @@ def _filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 
+def _needs_normaliser(params: SamplingParams) -> bool:
+    """Whether top_p is a share of all tokens' mass, not just of what the other filters keep."""
+    return params.top_p < 1.0 and params.top_k <= 0 and params.min_p <= 0.0
+
+
 def _draw_filtered(
     row: torch.Tensor, values: npt.NDArray[np.float32], ids: Ids, normaliser: float, spec: SampleSpec
 ) -> int:
-    """Draw under min_p, top_k and top_p, given the row's likeliest tokens; look at all of them if those don't do."""
+    """Draw under min_p, top_k and top_p, given the row's likeliest tokens; look at more where those don't do."""
     candidates = values.astype(np.float64)
-    kept = _kept(candidates, len(ids) == len(row), normaliser, spec.params)
-    if kept is None:
-        whole = row.numpy()
-        ids = np.argsort(-whole, kind="stable")
-        candidates = whole[ids].astype(np.float64)
-        kept = _kept(candidates, True, normaliser, spec.params) or len(ids)
+    while (kept := _kept(candidates, len(ids) == len(row), normaliser, spec.params)) is None:
+        more, (ids,) = _likeliest(row.unsqueeze(0), 8 * len(ids))
+        candidates = more[0].astype(np.float64)
     weights = np.exp(candidates[:kept] - candidates[0])
     return int(ids[_invert(weights, uniform(spec.seed, len(spec.output_ids)))])
 
@@ -200,7 +216,7 @@ def _kept(values: Floats, complete: bool, normaliser: float, params: SamplingPar
     Args:
         values: scaled logits, falling.
         complete: whether these are all there are.
-        normaliser: log-sum-exp of all there are.
+        normaliser: log-sum-exp of all there are, where ``_needs_normaliser``.
         params: the filters.
 
     Returns:
@@ -214,8 +230,8 @@ def _kept(values: Floats, complete: bool, normaliser: float, params: SamplingPar
     if 0 < params.top_k <= kept:
         kept, certain = params.top_k, True
     if params.top_p < 1.0:
-        if not certain and (params.min_p > 0.0 or params.top_k > 0):
-            return None  # top_p is a share of what the other filters keep, which isn't known
+        if not certain and not _needs_normaliser(params):
+            return None
         cumulated = np.cumsum(np.exp(values[:kept] - (values[0] if certain else normaliser)))
         mass = params.top_p * (cumulated[-1] if certain else 1.0)
         reached = int(np.searchsorted(cumulated, mass, side="left")) + 1
