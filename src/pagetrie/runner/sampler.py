@@ -178,7 +178,8 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         normalisers = [0.0] * len(filtered)
         by_mass = [at for at, i in enumerate(filtered) if _needs_normaliser(specs[i].params)]
         if by_mass:
-            for at, value in zip(by_mass, torch.logsumexp(some.index_select(0, torch.tensor(by_mass)), dim=-1).tolist(), strict=True):
+            whole = torch.logsumexp(some.index_select(0, torch.tensor(by_mass)), dim=-1).tolist()
+            for at, value in zip(by_mass, whole, strict=True):
                 normalisers[at] = value
         values, ids = _likeliest(some, wanted)
         for at, i in enumerate(filtered):
