@@ -10,6 +10,8 @@ from pagetrie.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 128
 
 
@@ -29,7 +31,7 @@ class SamplingParams:
         top_k: keep the k likeliest; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the likeliest, in [0, 1].
         seed: makes a request reproducible; None draws one.
-        repetition_penalty: > 0, over prompt and output (HF's form).
+        repetition_penalty: in [0.01, 100], over prompt and output (HF's form).
         presence_penalty, frequency_penalty: in [-2, 2], over the output.
         logit_bias: token id -> additive bias in [-100, 100].
         stop: strings that end the text; not part of it.
@@ -79,21 +81,18 @@ class SamplingParams:
         if self.top_k < -1:
             raise InvalidRequestError(f"top_k must be at least -1, got {self.top_k}", param="top_k")
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise InvalidRequestError(
-                f"repetition_penalty must be greater than 0, got {self.repetition_penalty}", param="repetition_penalty"
-            )
+        # Beyond these a penalised logit could overflow, and with it the step of everyone else.
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES, "entries")
         for token, bias in self.logit_bias.items():
             if not (isfinite(bias) and -100.0 <= bias <= 100.0):
                 raise InvalidRequestError(
                     f"logit_bias values must be in [-100, 100], got {bias} for token {token}", param="logit_bias"
                 )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}", param="stop"
-            )
+        _at_most("stop", len(self.stop), MAX_STOP_STRINGS, "strings")
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
         for name in ("logprobs", "prompt_logprobs"):
@@ -109,3 +108,8 @@ class SamplingParams:
 def _in_range(name: str, value: float, low: float, high: float) -> None:
     if not (isfinite(value) and low <= value <= high):
         raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+
+def _at_most(name: str, count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise InvalidRequestError(f"{name} may hold at most {limit} {what}, got {count}", param=name)
