@@ -45,6 +45,11 @@ def test_all_combinations_of_tiny_values_differ() -> None:
         ({"salt": "X"}, {"salt": b"X"}),
         ({"a": "b"}, {"ab": ""}),
         ({"a": "1", "b": "2"}, {"a": "1b2"}),
+        # A second part, written into the first one's value or name as it would stand in the encoding.
+        ({"a": "x", "b": "y"}, {"a": "x\x01\0\0\0bsy"}),
+        ({"a": "x", "b": "y"}, {"a": "x\x01\0\0\0bs\x01\0\0\0\0\0\0\0y"}),
+        ({"a": None, "b": None}, {"an\0\0\0\0\0\0\0\0b": None}),
+        ({"a": None, "b": None}, {"an\0\0\0\0\0\0\0\0\x01\0\0\0b": None}),
         ({"salt": "é"}, {"salt": "e\u0301"}),
     ],
 )
