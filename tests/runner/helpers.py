@@ -213,12 +213,13 @@ class Driver:
             row += n
 
     def poison(self) -> None:
-        data = self.runner.storage.data
-        live = torch.zeros(data.shape[0], self.size, dtype=torch.bool)
+        storage = self.runner.storage
+        live = torch.zeros(storage.num_pages, self.size, dtype=torch.bool)
         for sequence in self.sequences:
             at = torch.arange(sequence.computed)
             live[torch.tensor(sequence.pages, dtype=torch.long)[at // self.size], at % self.size] = True
-        data.masked_fill_(~live[:, None, None, None, :, None], torch.nan)
+        storage.keys.masked_fill_(~live[:, None, None, None, :], torch.nan)
+        storage.values.masked_fill_(~live[:, None, None, :, None], torch.nan)
 
     def run_until(self, sequence: Track, end: int, chunk: int = 64) -> None:
         """Compute a sequence's tokens before ``end`` by chunks."""

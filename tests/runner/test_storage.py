@@ -38,23 +38,29 @@ def test_write_touches_only_its_slots_and_read_gives_them_back() -> None:
     before = storage.data.clone()
     pages, slots = torch.tensor([5, 0, 5]), torch.tensor([3, 0, 1])
     kv = torch.randn(3, 2, 2, 4).half().float()
-    storage.write(1, storage.row_index(pages, slots), kv)
+    storage.write(1, pages, slots, kv)
     for token, (page, slot) in enumerate(zip(pages, slots, strict=True)):
-        assert torch.equal(storage.data[page, 1, :, :, slot].float(), kv[token])
-        before[page, 1, :, :, slot] = kv[token].half()
+        assert torch.equal(storage.keys[page, 1, :, :, slot].float(), kv[token, 0])
+        assert torch.equal(storage.values[page, 1, :, slot].float(), kv[token, 1])
+        block = before[page, 1].view(2, 2, -1)
+        block[0].view(2, 4, 4)[:, :, slot] = kv[token, 0].half()
+        block[1].view(2, 4, 4)[:, slot] = kv[token, 1].half()
     assert torch.equal(storage.data, before)
     index = storage.block_index(torch.tensor([0, 5, 0]))
     out = storage.read(1, index, storage.block_buffer(3))
     assert torch.equal(out, before[[0, 5, 0], 1])
+    keys, values = storage.block_views(out)
+    assert torch.equal(keys[1], storage.keys[5, 1].transpose(-1, -2))
+    assert torch.equal(values[1], storage.values[5, 1])
 
 
 def test_values_beyond_fp16_are_stored_as_its_largest() -> None:
     storage = filled()
     kv = torch.full((1, 2, 2, 4), 1e6)
     kv[:, 1] = -1e6
-    storage.write(0, storage.row_index(torch.tensor([1]), torch.tensor([2])), kv)
-    assert storage.data[1, 0, 0, :, 2].unique().tolist() == [65504.0]
-    assert storage.data[1, 0, 1, :, 2].unique().tolist() == [-65504.0]
+    storage.write(0, torch.tensor([1]), torch.tensor([2]), kv)
+    assert storage.keys[1, 0, :, :, 2].unique().tolist() == [65504.0]
+    assert storage.values[1, 0, :, 2].unique().tolist() == [-65504.0]
 
 
 def test_copies_run_in_order() -> None:

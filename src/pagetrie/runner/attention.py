@@ -58,7 +58,7 @@ class AttentionPlan:
 
         slots = [(np.asarray(s.pages, np.int64), np.arange(s.start, s.start + s.n)) for s in shares]
         pages = torch.from_numpy(np.concatenate([table[at // size] for table, at in slots]))
-        self._write_index = storage.row_index(pages, torch.from_numpy(np.concatenate([at % size for _, at in slots])))
+        self._write_to = pages, torch.from_numpy(np.concatenate([at % size for _, at in slots]))
 
         self._prefills = [_Prefill(share, storage, window) for share in shares if share.n > 1]
         decodes = [share for share in shares if share.n == 1]
@@ -70,7 +70,7 @@ class AttentionPlan:
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Store the new keys and values, then attend; see ``models.decoder.Attend``."""
-        self._storage.write(layer, self._write_index, kv)
+        self._storage.write(layer, *self._write_to, kv)
         q = q.view(len(q), *self._groups).mul_(self._scale)
         out = torch.empty(q.shape)
         for prefill in self._prefills:
@@ -93,13 +93,13 @@ class _Gather:
         self._storage = storage
         self._index = storage.block_index(torch.from_numpy(tables.reshape(-1)))
         self._raw = storage.block_buffer(groups * length)
-        _, two, heads, page_size, head_dim = self._raw.shape
-        wide = torch.empty(two, groups, heads, length, page_size, head_dim)
-        self._wide = wide.permute(1, 3, 0, 2, 4, 5)
-        self._narrow = self._raw.view(self._wide.shape)
+        self._narrow = storage.block_views(self._raw)
+        _, heads, page_size, head_dim = self._narrow[1].shape
+        wide = torch.empty(2, groups, heads, length, page_size, head_dim)
+        self._wide = wide.transpose(2, 3)
         self._tokens = wide.flatten(3, 4)
         self._blank_pages = self._edge_pages = torch.empty(0, dtype=torch.int64)
-        self._edge_slots = torch.empty(0, 1, 1, page_size, 1, dtype=torch.bool)
+        self._edge_slots = torch.empty(0, 1, page_size, 1, dtype=torch.bool)
 
     def blank(self, stale: torch.Tensor) -> None:
         """Have these tokens read as zeros, whatever is stored there; bool [groups, pages * page_size]."""
@@ -107,17 +107,18 @@ class _Gather:
         edge = by_page.any(1) & ~by_page.all(1)
         self._blank_pages = by_page.all(1).nonzero().squeeze(1)
         self._edge_pages = edge.nonzero().squeeze(1)
-        self._edge_slots = by_page[edge].view(-1, 1, 1, by_page.shape[1], 1)
+        self._edge_slots = by_page[edge].view(-1, 1, by_page.shape[1], 1)
 
     def __call__(self, layer: int) -> torch.Tensor:
         """Keys and values, float32 [2, groups, n_kv_heads, tokens, head_dim]; valid until the next call."""
         self._storage.read(layer, self._index, self._raw)
         if len(self._blank_pages):
             self._raw.index_fill_(0, self._blank_pages, 0.0)
-        if len(self._edge_pages):
-            edges = self._raw.index_select(0, self._edge_pages).masked_fill_(self._edge_slots, 0.0)
-            self._raw.index_copy_(0, self._edge_pages, edges)
-        self._wide.copy_(self._narrow)
+        for narrow, wide in zip(self._narrow, self._wide, strict=True):
+            if len(self._edge_pages):
+                edges = narrow.index_select(0, self._edge_pages).masked_fill_(self._edge_slots, 0.0)
+                narrow.index_copy_(0, self._edge_pages, edges)
+            wide.copy_(narrow.unflatten(0, wide.shape[:2]))
         return self._tokens
 
 

@@ -23,12 +23,16 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: KvDtype = "fp16")
 class PageStorage:
     """Keys and values in pages of ``page_size`` tokens.
 
-    The layout is page-major, ``[num_pages, n_layers, 2, n_kv_heads, page_size, head_dim]``: all that a page holds is
-    one run of bytes, which moves by one copy. Memory is only reserved here; the system hands it out as pages are
-    first written. A slot that was never written holds anything, NaN included: readers must leave such slots out.
+    The layout is page-major, ``[num_pages, n_layers, 2, n_kv_heads, head_dim * page_size]``: all that a page holds is
+    one run of bytes, which moves by one copy. A head's keys lie as ``[head_dim, page_size]``, so that a product with
+    16 of them at a time reads its operand in order, its values as ``[page_size, head_dim]``. Memory is only reserved
+    here; the system hands it out as pages are first written. A slot that was never written holds anything, NaN
+    included: readers must leave such slots out.
 
     Attributes:
         data: the whole, in the layout above.
+        keys, values: views of it, [num_pages, n_layers, n_kv_heads, head_dim, page_size] and
+            [num_pages, n_layers, n_kv_heads, page_size, head_dim].
         bytes_per_page: length of the run of bytes of a page.
 
     Raises:
@@ -47,40 +51,30 @@ class PageStorage:
                 f"{num_pages} pages of {self.bytes_per_page} bytes need {_gib(self.bytes_per_page * num_pages)} GiB, "
                 f"but only {_gib(available)} GiB of memory are available; ask for fewer pages"
             )
-        shape = (num_pages, config.n_layers, 2, config.n_kv_heads, page_size, config.head_dim)
+        size, head_dim = page_size, config.head_dim
+        shape = (num_pages, config.n_layers, 2, config.n_kv_heads, size * head_dim)
         self.data = torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
-        self._n_layers = config.n_layers
+        self.keys = self.data[:, :, 0].unflatten(-1, (head_dim, size))
+        self.values = self.data[:, :, 1].unflatten(-1, (size, head_dim))
         self._blocks = self.data.view(num_pages * config.n_layers, *shape[2:])
-        self._rows = self.data.view(-1, config.head_dim)
-        self._heads = torch.arange(2 * config.n_kv_heads)
+        self._n_layers = config.n_layers
+        self._sizes = (size, head_dim)
 
-    def row_index(self, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Where tokens' keys and values go in layer 0, for ``write``.
-
-        Args:
-            pages: int64 [tokens], the physical page of each token.
-            slots: int64 [tokens], its slot in that page.
-
-        Returns:
-            int64 [tokens * 2 * n_kv_heads].
-        """
-        per_layer = len(self._heads)
-        heads = pages.unsqueeze(1) * (self._n_layers * per_layer) + self._heads
-        return (heads * self.page_size + slots.unsqueeze(1)).reshape(-1)
-
-    def write(self, layer: int, index: torch.Tensor, kv: torch.Tensor) -> None:
+    def write(self, layer: int, pages: torch.Tensor, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store tokens' keys and values in one layer.
 
         Args:
             layer: the layer.
-            index: from ``row_index``; no two tokens share a slot.
+            pages: int64 [tokens], the physical page of each token.
+            slots: int64 [tokens], its slot in that page; no two tokens share one.
             kv: float32 [tokens, 2, n_kv_heads, head_dim]. Values beyond fp16's range are stored as the largest it has.
         """
         if self.data.dtype == torch.float16:
             limit = torch.finfo(torch.float16).max
             kv = kv.clamp(-limit, limit)
-        offset = layer * len(self._heads) * self.page_size
-        self._rows.index_copy_(0, index + offset, kv.to(self.data.dtype).reshape(-1, kv.shape[-1]))
+        kv = kv.to(self.data.dtype)
+        self.keys[pages, layer, :, :, slots] = kv[:, 0]
+        self.values[pages, layer, :, slots] = kv[:, 1]
 
     def block_index(self, pages: torch.Tensor) -> torch.Tensor:
         """Where the pages' parts of layer 0 are, for ``read``; int64, of the shape of ``pages``."""
@@ -92,13 +86,19 @@ class PageStorage:
         Args:
             layer: the layer.
             index: int64 [n], from ``block_index``.
-            out: where to, [n, 2, n_kv_heads, page_size, head_dim] of the storage's type; returned.
+            out: from ``block_buffer``; returned.
         """
         return torch.index_select(self._blocks, 0, index + layer, out=out)
 
     def block_buffer(self, n: int) -> torch.Tensor:
-        """An uninitialised buffer for ``read`` of n pages."""
+        """An uninitialised buffer for ``read`` of n pages, [n, 2, n_kv_heads, head_dim * page_size]."""
         return torch.empty(n, *self._blocks.shape[1:], dtype=self.data.dtype)
+
+    def block_views(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and the values in a ``block_buffer``, both as views [n, n_kv_heads, page_size, head_dim]."""
+        size, head_dim = self._sizes
+        keys = blocks[:, 0].unflatten(-1, (head_dim, size)).transpose(-1, -2)
+        return keys, blocks[:, 1].unflatten(-1, (size, head_dim))
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole pages, (source, destination), strictly in order: a later pair sees what an earlier one wrote."""
