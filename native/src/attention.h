@@ -47,9 +47,13 @@ class AttentionPlan {
 
   // Stores the step's new keys and values in one layer, before attend.
   //
-  // qkv is [tokens, n_heads + 2 n_kv_heads, head_dim]: queries, keys, values; tokens lie `stride` floats apart.
-  // With rotations, [tokens, head_dim / 2] pairs (cos, sin), queries and keys are rotated in place first, pairs of
-  // adjacent elements as complex numbers.
+  // kv is [tokens, 2, n_kv_heads, head_dim]: keys, values; tokens lie `stride` floats apart.
+  void store(KvPages& pages, int layer, const float* kv, size_t stride, int threads) const;
+
+  // The same, after rotating queries and keys in place, pairs of adjacent elements as complex numbers.
+  //
+  // qkv is [tokens, n_heads + 2 n_kv_heads, head_dim]: queries, keys, values; rotations [tokens, head_dim / 2] pairs
+  // (cos, sin).
   void store(KvPages& pages, int layer, float* qkv, size_t stride, const float* rotations, int threads) const;
 
  private:
@@ -98,6 +102,7 @@ class AttentionPlan {
            static_cast<size_t>(head * group_ + row % group_) * head_dim;
   }
   void run_merge(const Merge& merge, int head, KvPages& pages, float* out, size_t out_stride) const;
+  void store_run(const Write& write, KvPages& pages, int layer, const float* kv, size_t stride) const;
   void check(const KvPages& pages, int layer) const;
 
   int page_size_, n_heads_, n_kv_heads_, group_, window_;

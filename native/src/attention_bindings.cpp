@@ -1,11 +1,12 @@
 // What Python sees of attention over pages.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 
-#include <optional>
+#include <atomic>
+#include <string>
 
 #include "arrays.h"
 #include "attention.h"
+#include "bound_pages.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -14,32 +15,6 @@ using namespace nb::literals;
 namespace pagetrie {
 
 namespace {
-
-// Pages in an array that stays alive as long as they do.
-class BoundPages : public KvPages {
- public:
-  static BoundPages* make(const Array& data, int page_size) {
-    const bool half = data.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && data.dtype().bits == 16;
-    if (page_size < 1) throw nb::value_error(("page_size must be at least 1, got " + std::to_string(page_size)).c_str());
-    if (data.ndim() != 5 || data.shape(2) != 2 || (!half && data.dtype() != nb::dtype<float>()) ||
-        !contiguous_from(data, 0) || data.size() == 0 || data.shape(4) % page_size)
-      refuse("data", "a contiguous float16 or float32 [num_pages, n_layers, 2, n_kv_heads, head_dim * " +
-             std::to_string(page_size) + "]", data);
-    const size_t head_dim = data.shape(4) / page_size;
-    if (head_dim % 2 || head_dim > kMaxHeadDim)
-      throw nb::value_error(("head_dim must be even and at most " + std::to_string(kMaxHeadDim) + ", got " +
-                             std::to_string(head_dim)).c_str());
-    return new BoundPages(data, half ? KvType::fp16 : KvType::fp32, static_cast<int>(head_dim), page_size);
-  }
-
- private:
-  BoundPages(const Array& data, KvType type, int head_dim, int page_size)
-      : KvPages(data.data(), type, static_cast<int>(data.shape(0)), static_cast<int>(data.shape(1)),
-                static_cast<int>(data.shape(3)), head_dim, page_size),
-        owner_(data) {}
-
-  Array owner_;
-};
 
 AttentionPlan* make_plan(int page_size, const Array& starts, const Array& counts, const Array& tables,
                          const Array& table_offsets, int n_heads, int n_kv_heads, int window) {
@@ -65,18 +40,27 @@ void attend(const AttentionPlan& plan, BoundPages& pages, int layer, const Array
   plan.attend(pages, layer, from.data, from.stride, to.data, to.stride, scale, max_threads());
 }
 
-void store(const AttentionPlan& plan, BoundPages& pages, int layer, const Array& qkv,
-           const std::optional<Array>& rotations) {
+void store(const AttentionPlan& plan, BoundPages& pages, int layer, const Array& kv) {
+  const RowsOf rows = float_rows("kv", kv, plan.tokens(), 2 * pages.n_kv_heads, pages.head_dim);
+  const nb::gil_scoped_release release;
+  plan.store(pages, layer, rows.data, rows.stride, max_threads());
+}
+
+void rotate_and_store(const AttentionPlan& plan, BoundPages& pages, int layer, const Array& qkv,
+                      const Array& rotations) {
   const int heads = plan.n_heads() + 2 * pages.n_kv_heads;
   const RowsOf rows = float_rows("qkv", qkv, plan.tokens(), heads, pages.head_dim);
-  const float* pairs = nullptr;
-  if (rotations) {
-    const RowsOf by = float_rows("rotations", *rotations, plan.tokens(), pages.head_dim / 2, 2);
-    if (!contiguous_from(*rotations, 0)) refuse("rotations", "contiguous", *rotations);
-    pairs = by.data;
-  }
+  const RowsOf pairs = float_rows("rotations", rotations, plan.tokens(), pages.head_dim / 2, 2);
+  if (!contiguous_from(rotations, 0)) refuse("rotations", "contiguous", rotations);
   const nb::gil_scoped_release release;
-  plan.store(pages, layer, rows.data, rows.stride, pairs, max_threads());
+  plan.store(pages, layer, rows.data, rows.stride, pairs.data, max_threads());
+}
+
+double peak(long turns, int threads) {
+  const nb::gil_scoped_release release;
+  std::atomic<int> numbers{0};  // looked at, so that the loop is not left out
+  parallel(threads, [&](int) { numbers += attention_kernels().peak(turns) > 0; });
+  return 2.0 * 16 * 12 * turns * threads;
 }
 
 }  // namespace
@@ -95,8 +79,12 @@ void bind_attention(nb::module_& m) {
       .def_prop_ro("tokens", &AttentionPlan::tokens, "The step's tokens.");
   m.def("attend", &attend, "plan"_a, "pages"_a, "layer"_a, "q"_a.noconvert(), "out"_a.noconvert(), "scale"_a,
         "Attend in one layer from all queries to what the pages hold.");
-  m.def("store", &store, "plan"_a, "pages"_a, "layer"_a, "qkv"_a.noconvert(), "rotations"_a.noconvert() = nb::none(),
-        "Rotate queries and keys in place, then store the step's keys and values.");
+  m.def("store", &store, "plan"_a, "pages"_a, "layer"_a, "kv"_a.noconvert(),
+        "Store the step's keys and values in one layer.");
+  m.def("rotate_and_store", &rotate_and_store, "plan"_a, "pages"_a, "layer"_a, "qkv"_a.noconvert(),
+        "rotations"_a.noconvert(), "Rotate queries and keys in place, then store the step's keys and values.");
+  m.def("peak", &peak, "turns"_a, "threads"_a = 1,
+        "Multiply and add in registers alone; returns how many operations. The limit that kernels are measured by.");
 }
 
 }  // namespace pagetrie

@@ -35,10 +35,22 @@ PAGETRIE_INLINE float exp2_one(float x) {
   return lanes[0];
 }
 
+// Where a later tile lies. It is asked for line by line between multiplications, keys with keys and values with values:
+// pages lie anywhere, so the hardware can't guess the next one, and a core has few requests in flight, so a burst would
+// stop the loads that are due.
+struct Ahead {
+  const char* keys;
+  const char* values;
+  size_t keys_row, values_row;  // bytes
+  size_t element;
+};
+
 // sums[R][C] += a[R, k] * b[k, 16 C], in the order of k.
-template <int R, int C, typename B>
-PAGETRIE_INLINE void multiply(const float* a, size_t a_stride, const B* b, size_t b_stride, int k, V16 (&sums)[R][C]) {
+template <int R, int C, typename B, typename Each>
+PAGETRIE_INLINE void multiply(const float* a, size_t a_stride, const B* b, size_t b_stride, int k, V16 (&sums)[R][C],
+                              const Each& each) {
   for (int i = 0; i < k; i++, b += b_stride) {
+    each(i);
     V16 right[C];
     for (int c = 0; c < C; c++) right[c] = load(b + 16 * c);
     for (int r = 0; r < R; r++) {
@@ -49,12 +61,13 @@ PAGETRIE_INLINE void multiply(const float* a, size_t a_stride, const B* b, size_
 }
 
 // mixed[R, columns 16 C] += p[R, 16] * values[16, 16 C]
-template <int R, int C, typename V>
-PAGETRIE_INLINE void mix(const float* p, const V* values, size_t values_stride, float* mixed, size_t stride) {
+template <int R, int C, typename V, typename Each>
+PAGETRIE_INLINE void mix(const float* p, const V* values, size_t values_stride, float* mixed, size_t stride,
+                         const Each& each) {
   V16 sums[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sums[r][c] = load(mixed + r * stride + 16 * c);
-  multiply<R, C>(p, kTile, values, values_stride, kTile, sums);
+  multiply<R, C>(p, kTile, values, values_stride, kTile, sums, each);
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(mixed + r * stride + 16 * c, sums[r][c]);
 }
@@ -62,11 +75,13 @@ PAGETRIE_INLINE void mix(const float* p, const V* values, size_t values_stride, 
 // One tile for R rows from row `first` on. `base` is the tile's first position.
 template <int R, typename K, typename V>
 void attend_block(const Rows& rows, int first, const K* keys, size_t keys_stride, const V* values, size_t values_stride,
-                  int base, bool masked) {
+                  int base, bool masked, const Ahead& ahead) {
+  const Ahead later = ahead;
   const size_t stride = static_cast<size_t>(rows.stride);
   V16 scores[R][1];
   for (int r = 0; r < R; r++) scores[r][0] = zero();
-  multiply<R, 1>(rows.q + first * stride, stride, keys, keys_stride, rows.head_dim, scores);
+  const auto next_keys = [later](int i) { prefetch(later.keys + i * later.keys_row); };
+  multiply<R, 1>(rows.q + first * stride, stride, keys, keys_stride, rows.head_dim, scores, next_keys);
 
   alignas(64) float p[R * kTile];
   float* mixed = rows.mixed + first * stride;
@@ -95,15 +110,18 @@ void attend_block(const Rows& rows, int first, const K* keys, size_t keys_stride
   // Few rows leave registers free for twice the columns, which hides the latency of their sums.
   constexpr int C = 2 * R <= kBlockRows ? 2 : 1;
   size_t i = 0;
-  for (; i + 16 * C <= stride; i += 16 * C) mix<R, C>(p, values + i, values_stride, mixed + i, stride);
-  if (C > 1 && i < stride) mix<R, 1>(p, values + i, values_stride, mixed + i, stride);
+  const auto next_values = [&later, &i](int key) {
+    prefetch(later.values + key * later.values_row + i * later.element);
+  };
+  for (; i + 16 * C <= stride; i += 16 * C) mix<R, C>(p, values + i, values_stride, mixed + i, stride, next_values);
+  if (C > 1 && i < stride) mix<R, 1>(p, values + i, values_stride, mixed + i, stride, next_values);
 }
 
 template <int R, typename K, typename V>
 PAGETRIE_INLINE void attend_rows(int n, const Rows& rows, int first, const K* keys, size_t keys_stride, const V* values,
-                                 size_t values_stride, int base, bool masked) {
-  if (n == R) return attend_block<R>(rows, first, keys, keys_stride, values, values_stride, base, masked);
-  if constexpr (R > 1) attend_rows<R - 1>(n, rows, first, keys, keys_stride, values, values_stride, base, masked);
+                                 size_t values_stride, int base, bool masked, const Ahead& ahead) {
+  if (n == R) return attend_block<R>(rows, first, keys, keys_stride, values, values_stride, base, masked, ahead);
+  if constexpr (R > 1) attend_rows<R - 1>(n, rows, first, keys, keys_stride, values, values_stride, base, masked, ahead);
 }
 
 // Row blocks of nearly equal size, at most kBlockRows each.
@@ -173,16 +191,15 @@ void load_tile(const TableView& view, int head_dim, int stride, int base, const 
   for (int d = 0; d < head_dim; d++) store(scratch.keys + d * kTile, load(from + d * from_stride));
 }
 
-// Asks for a tile of one page before it is needed. Pages lie anywhere, so the hardware can't guess the next one.
+constexpr int kTilesAhead = 2;
+
 template <typename T>
-PAGETRIE_INLINE void prefetch_tile(const TableView& view, int head_dim, int base) {
-  const int size = view.page_size, slot = base % size;
-  const size_t page = view.pages[base / size] * view.page_stride;
-  const char* keys = view.keys + page + slot * sizeof(T);
-  const char* values = view.values + page + static_cast<size_t>(slot) * head_dim * sizeof(T);
-  const size_t key_row = static_cast<size_t>(size) * sizeof(T), key_bytes = head_dim * key_row;
-  for (size_t i = 0; i < key_bytes; i += key_row < 64 ? 64 : key_row) prefetch(keys + i);
-  for (size_t i = 0; i < kTile * head_dim * sizeof(T); i += 64) prefetch(values + i);
+PAGETRIE_INLINE Ahead ahead_of(const TableView& view, int head_dim, int base) {
+  const int slot = base % view.page_size;
+  const size_t page = view.pages[base / view.page_size] * view.page_stride;
+  const size_t row = static_cast<size_t>(head_dim) * sizeof(T);
+  return {view.keys + page + slot * sizeof(T), view.values + page + slot * row, view.page_size * sizeof(T), row,
+          sizeof(T)};
 }
 
 template <typename T>
@@ -209,12 +226,21 @@ int attend_tiles(const Rows& rows, const TableView& view, int first, int last, c
   const bool aligned = view.page_size % kTile == 0 && rows.head_dim % 16 == 0;
   // Converting while multiplying pays for one block; several share the converted tile.
   const bool direct_type = std::is_same<T, float>::value || blocks.count == 1;
+  if (aligned) {
+    for (int tile = first; tile < last && tile < first + kTilesAhead; tile++) {
+      const Ahead now = ahead_of<T>(view, rows.head_dim, tile * kTile);
+      for (int d = 0; d < rows.head_dim; d++) prefetch(now.keys + d * now.keys_row);
+      for (size_t i = 0; i < kTile * now.values_row; i += 64) prefetch(now.values + i);
+    }
+  }
   int read = 0;
   for (int tile = first; tile < last; tile++) {
     const int base = tile * kTile;
     bool loaded = false;
     const bool direct = aligned && direct_type && base + kTile <= view.end;
-    if (aligned && tile + 1 < last) prefetch_tile<T>(view, rows.head_dim, base + kTile);
+    // With nothing to ask for, the first line of the scratch will do: it is at hand.
+    Ahead ahead{reinterpret_cast<const char*>(scratch.keys), reinterpret_cast<const char*>(scratch.values), 0, 0, 0};
+    if (aligned && tile + kTilesAhead < last) ahead = ahead_of<T>(view, rows.head_dim, base + kTilesAhead * kTile);
     for (int b = 0, row = 0; b < blocks.count; b++) {
       const int n = blocks.small + (b < blocks.large), start = row;
       row += n;
@@ -227,10 +253,10 @@ int attend_tiles(const Rows& rows, const TableView& view, int first, int last, c
         const int slot = base % view.page_size;
         const T* keys = reinterpret_cast<const T*>(view.keys + page) + slot;
         const T* values = reinterpret_cast<const T*>(view.values + page) + static_cast<size_t>(slot) * rows.head_dim;
-        attend_rows<kBlockRows>(n, rows, start, keys, view.page_size, values, rows.head_dim, base, masked);
+        attend_rows<kBlockRows>(n, rows, start, keys, view.page_size, values, rows.head_dim, base, masked, ahead);
       } else {
         if (!loaded) load_tile<T>(view, rows.head_dim, rows.stride, base, scratch);
-        attend_rows<kBlockRows>(n, rows, start, scratch.keys, kTile, scratch.values, rows.stride, base, masked);
+        attend_rows<kBlockRows>(n, rows, start, scratch.keys, kTile, scratch.values, rows.stride, base, masked, ahead);
       }
       loaded = true;
     }
@@ -337,7 +363,24 @@ void store_values(KvType type, const float* from, size_t from_stride, int n, int
   store_values_as<float>(from, from_stride, n, head_dim, slot, to);
 }
 
-constexpr AttentionKernels kKernels{attend, pack, clear, close, merge, finish, rotate, store_keys, store_values};
+float peak(long turns) {
+  // All lanes unequal and read from memory, so that the compiler leaves none out.
+  volatile float seed = 1.0f;
+  float start[16 * 6];
+  for (int i = 0; i < 16 * 6; i++) start[i] = seed + static_cast<float>(i);
+  const V16 a = broadcast(0.999f * seed), b = broadcast(0.001f * seed);
+  V16 sums[6];
+  for (int i = 0; i < 6; i++) sums[i] = load(start + 16 * i);
+  for (long i = 0; i < turns; i++)
+    for (int twice = 0; twice < 2; twice++)
+      for (V16& sum : sums) sum = fma(sum, a, b);
+  float total = 0.0f;
+  for (const V16& sum : sums) total += sum_lanes(sum);
+  return total;
+}
+
+constexpr AttentionKernels kKernels{attend, pack, clear, close, merge, finish, rotate, store_keys, store_values,
+                                    peak};
 
 }  // namespace
 }  // namespace pagetrie
