@@ -14,6 +14,8 @@ using namespace nb::literals;
 namespace pagetrie {
 
 void bind_attention(nb::module_& m);
+void bind_decoder(nb::module_& m);
+void bind_linear(nb::module_& m);
 
 static void bind_cpu(nb::module_& m) {
   m.def("isa", [] { return isa_name(isa()); }, "The instruction set in use: portable, avx2 or avx512.");
@@ -47,4 +49,6 @@ NB_MODULE(_native, m) {
   m.doc() = "Kernels over pages. Import torch first, so that both use one OpenMP runtime.";
   pagetrie::bind_cpu(m);
   pagetrie::bind_attention(m);
+  pagetrie::bind_linear(m);
+  pagetrie::bind_decoder(m);
 }
