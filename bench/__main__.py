@@ -1,15 +1,47 @@
-"""``python -m bench``: the benchmarks that need neither a peer nor a model, one after another."""
+"""``python -m bench``: the benchmarks that need neither a peer nor a model, one after another.
+
+``python -m bench peers`` installs other servers, ``python -m bench serving`` measures pagetrie against them.
+"""
 
 from __future__ import annotations
 
-from bench import bookkeeping, waste
+import sys
+
+USAGE = """usage: python -m bench [COMMAND] [--help]
+
+  (none)       bookkeeping, then waste
+  bookkeeping  what the cache manager costs per request
+  waste        KV memory that holds no token, paged and contiguous
+  peers        install and list other servers to measure against
+  serving      pagetrie and its peers, served and measured end to end
+"""
 
 
-def main() -> None:
-    bookkeeping.main()
-    print()
-    waste.main()
+def main(arguments: list[str]) -> int:
+    # Imported as needed: only `serving` wants a model, and it takes a second to import.
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command == "peers":
+        from bench import peers
+
+        return peers.main(rest)
+    if command == "serving":
+        from bench import serving
+
+        return serving.main(rest)
+    if command not in ("", "bookkeeping", "waste"):
+        print(USAGE, file=sys.stdout if command in ("-h", "--help", "help") else sys.stderr, end="")
+        return 0 if command in ("-h", "--help", "help") else 2
+    from bench import bookkeeping, waste
+
+    sys.argv[1:] = rest  # which both read themselves
+    if command in ("", "bookkeeping"):
+        bookkeeping.main()
+    if not command:
+        print()
+    if command in ("", "waste"):
+        waste.main()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
