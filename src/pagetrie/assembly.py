@@ -81,6 +81,7 @@ def build(
         page_size=settings.page_size,
         weights=settings.weights,
         kv_dtype=settings.kv_dtype,
+        attention=settings.attention,
         threads=settings.threads,
     )
     cache = wrap_cache(_cache(settings, num_pages, max_model_len))

@@ -94,6 +94,9 @@ class Settings(BaseSettings):
     prefix_index: Literal["radix", "hash", "none"] = _option(
         "radix", "How stored prefixes are found: radix tree, chained hash, or no sharing at all.", CACHE
     )
+    attention: Literal["auto", "native", "torch"] = _option(
+        "auto", "What computes attention: native kernels, torch, or the kernels where they fit the model.", CACHE
+    )
     kv_layout: Literal["paged", "contiguous"] = _option(
         "paged", "contiguous reserves the whole context for every sequence and shares nothing: the baseline.", CACHE
     )

@@ -118,7 +118,7 @@ class _Gather:
             if len(self._edge_pages):
                 edges = narrow.index_select(0, self._edge_pages).masked_fill_(self._edge_slots, 0.0)
                 narrow.index_copy_(0, self._edge_pages, edges)
-            wide.copy_(narrow.unflatten(0, wide.shape[:2]))
+            wide.copy_(narrow.view(wide.shape))
         return self._tokens
 
 

@@ -11,7 +11,8 @@ import torch
 from pagetrie.engine.runner import SampleSpec, SequenceResult, SequenceStep, StepPlan
 from pagetrie.models.decoder import Decoder
 from pagetrie.models.linear import WeightDtype
-from pagetrie.runner.attention import AttentionPlan, Share
+from pagetrie.runner.attention import Share
+from pagetrie.runner.native_attention import AttentionKind, attention_planner, set_threads
 from pagetrie.runner.sampler import sample, token_logprobs
 from pagetrie.runner.storage import KvDtype, PageStorage
 from pagetrie.runner.threads import physical_cores
@@ -32,6 +33,7 @@ class ModelRunner:
         page_size: tokens in a page.
         weights: how to hold the weights (see ``models.linear``).
         kv_dtype: how to hold keys and values.
+        attention: what computes attention: the native kernels, the torch reference, or the kernels where they fit.
         threads: threads to compute with, None for one per physical core. torch has one pool per process, so the
             number holds for the whole process.
 
@@ -51,11 +53,13 @@ class ModelRunner:
         page_size: int,
         weights: WeightDtype = "fp16",
         kv_dtype: KvDtype = "fp16",
+        attention: AttentionKind = "auto",
         threads: int | None = None,
     ) -> None:
-        torch.set_num_threads(threads or physical_cores())
+        set_threads(threads or physical_cores())
         self.config = checkpoint.config
         self.storage = PageStorage(num_pages, page_size, self.config, kv_dtype)
+        self._plan_attention = attention_planner(self.storage, self.config, attention)
         with torch.inference_mode():
             self._decoder = Decoder(checkpoint, weights)
 
@@ -95,7 +99,7 @@ class ModelRunner:
         token_ids = torch.from_numpy(np.concatenate([np.asarray(step.token_ids, np.int64) for step in steps]))
         positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.n) for s in shares]))
         end = max(share.start + share.n for share in shares)
-        return self._decoder.forward(token_ids, positions, end, AttentionPlan(shares, self.storage, self.config))
+        return self._decoder.forward(token_ids, positions, end, self._plan_attention(shares))
 
     def _add_prompt_logprobs(self, step: SequenceStep, hidden: torch.Tensor, result: SequenceResult) -> None:
         """Log-probabilities of the tokens that follow, by blocks of rows, since logits are large."""

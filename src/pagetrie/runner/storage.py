@@ -54,8 +54,8 @@ class PageStorage:
         size, head_dim = page_size, config.head_dim
         shape = (num_pages, config.n_layers, 2, config.n_kv_heads, size * head_dim)
         self.data = torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
-        self.keys = self.data[:, :, 0].unflatten(-1, (head_dim, size))
-        self.values = self.data[:, :, 1].unflatten(-1, (size, head_dim))
+        self.keys = self.data[:, :, 0].view(*shape[:2], -1, head_dim, size)
+        self.values = self.data[:, :, 1].view(*shape[:2], -1, size, head_dim)
         self._blocks = self.data.view(num_pages * config.n_layers, *shape[2:])
         self._n_layers = config.n_layers
         self._sizes = (size, head_dim)
@@ -97,8 +97,9 @@ class PageStorage:
     def block_views(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and the values in a ``block_buffer``, both as views [n, n_kv_heads, page_size, head_dim]."""
         size, head_dim = self._sizes
-        keys = blocks[:, 0].unflatten(-1, (head_dim, size)).transpose(-1, -2)
-        return keys, blocks[:, 1].unflatten(-1, (size, head_dim))
+        heads = blocks.shape[:1] + blocks.shape[2:3]
+        keys = blocks[:, 0].view(*heads, head_dim, size).transpose(-1, -2)
+        return keys, blocks[:, 1].view(*heads, size, head_dim)
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole pages, (source, destination), strictly in order: a later pair sees what an earlier one wrote."""
