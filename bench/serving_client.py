@@ -93,7 +93,7 @@ class Client:
                 reply.ended = now
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise RequestFailedError(f"the connection failed: {type(error).__name__}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RequestFailedError(f"the answer isn't as expected: {type(error).__name__}: {error}") from error
         if reply.ended is None:
             raise RequestFailedError("the stream was empty")
