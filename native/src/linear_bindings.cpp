@@ -50,19 +50,19 @@ Shared from_floats(const Array& weight, const std::optional<Array>& bias) {
   return matrix;
 }
 
-Shared from_blocks(const Array& blocks, const std::string& type, const std::optional<Array>& bias) {
-  BlockType kind;
-  if (type == "q4_0") kind = BlockType::q4_0;
-  else if (type == "q4_1") kind = BlockType::q4_1;
-  else if (type == "q8_0") kind = BlockType::q8_0;
-  else throw nb::value_error(("type must be q4_0, q4_1 or q8_0, got " + type).c_str());
+Shared from_blocks(const Array& blocks, const std::string& kind, const std::optional<Array>& bias) {
+  BlockType type;
+  if (kind == "q4_0") type = BlockType::q4_0;
+  else if (kind == "q4_1") type = BlockType::q4_1;
+  else if (kind == "q8_0") type = BlockType::q8_0;
+  else throw nb::value_error(("kind must be q4_0, q4_1 or q8_0, got " + kind).c_str());
   if (blocks.ndim() != 3 || blocks.dtype() != nb::dtype<uint8_t>() || !contiguous_from(blocks, 0) ||
-      static_cast<int64_t>(blocks.shape(2)) != bytes_of(kind) || blocks.size() == 0)
-    refuse("blocks", "contiguous uint8 [rows, blocks, " + std::to_string(bytes_of(kind)) + "]", blocks);
+      static_cast<int64_t>(blocks.shape(2)) != bytes_of(type) || blocks.size() == 0)
+    refuse("blocks", "contiguous uint8 [rows, blocks, " + std::to_string(bytes_of(type)) + "]", blocks);
   Shared matrix;
   {
     const nb::gil_scoped_release release;
-    matrix = std::make_shared<PackedMatrix>(pack_blocks(static_cast<const uint8_t*>(blocks.data()), kind,
+    matrix = std::make_shared<PackedMatrix>(pack_blocks(static_cast<const uint8_t*>(blocks.data()), type,
                                                         static_cast<int64_t>(blocks.shape(0)),
                                                         static_cast<int64_t>(blocks.shape(1)) * kGroup));
   }
@@ -138,7 +138,7 @@ void bind_linear(nb::module_& m) {
   nb::class_<PackedMatrix>(m, "QuantizedMatrix", "Weights of 8 or 4 bits in groups of 32 along the inputs, packed.")
       .def_static("from_floats", &from_floats, "weight"_a.noconvert(), "bias"_a.noconvert() = nb::none(),
                   "Quantise float32 [out_features, in_features] to 8 bits.")
-      .def_static("from_blocks", &from_blocks, "blocks"_a.noconvert(), "type"_a, "bias"_a.noconvert() = nb::none(),
+      .def_static("from_blocks", &from_blocks, "blocks"_a.noconvert(), "kind"_a, "bias"_a.noconvert() = nb::none(),
                   "Pack a GGUF tensor's blocks, uint8 [out_features, in_features / 32, bytes], as they are.")
       .def_ro("out_features", &PackedMatrix::n)
       .def_ro("in_features", &PackedMatrix::k)

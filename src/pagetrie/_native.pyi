@@ -146,12 +146,12 @@ class QuantizedMatrix:
         """
 
     @staticmethod
-    def from_blocks(blocks: torch.Tensor, type: str, bias: torch.Tensor | None = None) -> QuantizedMatrix:
+    def from_blocks(blocks: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> QuantizedMatrix:
         """Pack a GGUF tensor's blocks as they are, without loss.
 
         Args:
             blocks: contiguous uint8 [out_features, in_features / 32, bytes of a block].
-            type: ``q4_0``, ``q4_1`` (both stay 4 bits) or ``q8_0``.
+            kind: ``q4_0``, ``q4_1`` (both stay 4 bits) or ``q8_0``.
             bias: contiguous float32 [out_features]; kept as it is.
 
         Raises:

@@ -77,7 +77,9 @@ class Settings(BaseSettings):
     served_model_name: str | None = _option(
         None, "The name clients ask for.", MODEL, shown="the file's or folder's name", min_length=1
     )
-    weights: Literal["fp16", "fp32"] = _option("fp16", "Precision of the weights in memory.", MODEL)
+    weights: Literal["fp16", "fp32", "q8", "q4"] = _option(
+        "fp16", "Weights in memory: q8 rounds to 8 bits, q4 also keeps what the file holds in 4 bits.", MODEL
+    )
     chat_template: Path | None = _option(None, "A Jinja file to use for chats.", MODEL, shown="the model's own")
     cache_dir: Path | None = _option(
         None, "Folder for what is made once and kept (converted tokenizers).", MODEL, shown="~/.cache/pagetrie"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from pagetrie.models.config import ModelConfig
 from pagetrie.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A matrix in a GGUF file's own blocks.
+
+    Attributes:
+        type: the blocks' type.
+        blocks: uint8 [out_features, in_features / 32, bytes of a block].
+    """
+
+    type: Literal["q4_0", "q4_1", "q8_0"]
+    blocks: torch.Tensor
 
 
 class Checkpoint(Protocol):
@@ -32,6 +46,14 @@ class Checkpoint(Protocol):
         ...
 
     def has_tensor(self, name: str) -> bool: ...
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """The named tensor in the blocks it is stored in, its rows in the order of ``tensor``.
+
+        None if it is absent, or stored in another type than those that can be computed with as they are. Raises
+        ModelLoadError if it can't be read.
+        """
+        ...
 
     def tokenizer(self) -> Tokenizer:
         """Build (or load from the cache folder) the tokenizer."""

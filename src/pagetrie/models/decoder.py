@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from pagetrie.models.linear import Linear, WeightDtype, check_fp16_range, pack_linear
+from pagetrie.models.linear import FloatWeights, Linear, check_fp16_range, pack_linear
 from pagetrie.models.rope import RotaryEmbedding, interleave_halves, rotate
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Decoder:
         ConfigError: fp16 weights on a machine without FBGEMM.
     """
 
-    def __init__(self, checkpoint: Checkpoint, weights: WeightDtype = "fp16") -> None:
+    def __init__(self, checkpoint: Checkpoint, weights: FloatWeights = "fp16") -> None:
         self.config = checkpoint.config
         self._rope = RotaryEmbedding(self.config.rope, self.config.head_dim)
         embedding = checkpoint.tensor("model.embed_tokens.weight")
@@ -101,7 +101,7 @@ class Decoder:
         return self._head(F.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.rms_eps))
 
 
-def _load_layer(checkpoint: Checkpoint, index: int, weights: WeightDtype) -> _Layer:
+def _load_layer(checkpoint: Checkpoint, index: int, weights: FloatWeights) -> _Layer:
     config = checkpoint.config
     prefix = f"model.layers.{index}."
     tensor, head_dim = checkpoint.tensor, config.head_dim

@@ -6,6 +6,7 @@ import math
 import re
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pagetrie.errors import ModelLoadError
+from pagetrie.models.checkpoint import QuantizedTensor
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.fingerprint import fingerprint
 from pagetrie.models.gguf_config import GgufMetadata, model_config
@@ -25,6 +27,8 @@ from pagetrie.text.tokenizer import Tokenizer
 _Q = GGMLQuantizationType
 _QUANTISED = frozenset({_Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q6_K})
 _FLOATS = {_Q.F32: torch.float32, _Q.F16: torch.float16, _Q.BF16: torch.bfloat16}
+
+_BLOCKS: dict[_Q, Literal["q4_0", "q4_1", "q8_0"]] = {_Q.Q4_0: "q4_0", _Q.Q4_1: "q4_1", _Q.Q8_0: "q8_0"}
 
 _ROW_VALUES = 8192
 
@@ -89,13 +93,25 @@ class GgufCheckpoint:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelLoadError(f"{self._file.data.path}: tensor {name!r} is missing")
-        values = self._decode(tensor)
+        return self._ordered(name, self._decode(tensor))
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        tensor = self._tensors.get(name)
+        kind = None if tensor is None else _BLOCKS.get(tensor.type)
+        if tensor is None or kind is None:
+            return None
+        raw = torch.from_numpy(self._file.data.read(tensor.offset, tensor.n_bytes))
+        blocks = raw.view(*tensor.shape[:-1], -1, GGML_QUANT_SIZES[tensor.type][1])
+        return QuantizedTensor(kind, self._ordered(name, blocks))
+
+    def _ordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor with its rows in Hugging Face's order."""
         # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of each head.
         if self._config.architecture == "llama" and ".self_attn.q_proj." in name:
-            values = _half_rotation_order(values, self._config.n_heads)
-        elif self._config.architecture == "llama" and ".self_attn.k_proj." in name:
-            values = _half_rotation_order(values, self._config.n_kv_heads)
-        return values
+            return _half_rotation_order(rows, self._config.n_heads)
+        if self._config.architecture == "llama" and ".self_attn.k_proj." in name:
+            return _half_rotation_order(rows, self._config.n_kv_heads)
+        return rows
 
     def tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self._vocabulary, self._cache_dir, vocab_size=self._config.vocab_size)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pagetrie.errors import ModelLoadError
+from pagetrie.models.checkpoint import QuantizedTensor
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.fingerprint import fingerprint
 from pagetrie.models.hf_config import model_config
@@ -70,6 +71,9 @@ class HfCheckpoint:
 
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        return None
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 
 from pagetrie.errors import ConfigError, ModelLoadError
 
-WeightDtype: TypeAlias = Literal["fp16", "fp32"]
+FloatWeights: TypeAlias = Literal["fp16", "fp32"]
+QuantizedWeights: TypeAlias = Literal["q8", "q4"]
+"""See ``models.quantized``."""
+WeightDtype: TypeAlias = Literal["fp16", "fp32", "q8", "q4"]
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """``x`` float32 [rows, in_features], rows >= 1  ->  float32 [rows, out_features]."""
 
@@ -38,7 +41,7 @@ def check_fp16_range(weight: torch.Tensor, name: str) -> None:
         )
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: WeightDtype, name: str) -> Linear:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: FloatWeights, name: str) -> Linear:
     """Make the product ``x @ weight.T + bias``.
 
     Args:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from pagetrie.engine.runner import SampleSpec, SequenceResult, SequenceStep, StepPlan
+from pagetrie.errors import ConfigError
 from pagetrie.models.decoder import Decoder
-from pagetrie.models.linear import WeightDtype
+from pagetrie.models.linear import FloatWeights, QuantizedWeights, WeightDtype
 from pagetrie.runner.attention import Share
-from pagetrie.runner.native_attention import AttentionKind, attention_planner, set_threads
+from pagetrie.runner.native_attention import AttentionKind, attention_planner, native_planner, set_threads
 from pagetrie.runner.sampler import sample, token_logprobs
 from pagetrie.runner.storage import KvDtype, PageStorage
 from pagetrie.runner.threads import physical_cores
 
 if TYPE_CHECKING:
     from pagetrie.models.checkpoint import Checkpoint
+
+Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, Sequence[Share]], torch.Tensor]
+"""Token ids, positions, one past the highest, shares  ->  hidden states [tokens, hidden_size]."""
 
 _LOGITS_BYTES = 32 << 20
 """Most bytes of logits that prompt log-probabilities hold at a time."""
@@ -31,7 +35,7 @@ class ModelRunner:
         checkpoint: the model.
         num_pages: pages in the pool.
         page_size: tokens in a page.
-        weights: how to hold the weights (see ``models.linear``).
+        weights: how to hold the weights (see ``models.linear`` and ``models.quantized``).
         kv_dtype: how to hold keys and values.
         attention: what computes attention: the native kernels, the torch reference, or the kernels where they fit.
         threads: threads to compute with, None for one per physical core. torch has one pool per process, so the
@@ -59,9 +63,34 @@ class ModelRunner:
         set_threads(threads or physical_cores())
         self.config = checkpoint.config
         self.storage = PageStorage(num_pages, page_size, self.config, kv_dtype)
-        self._plan_attention = attention_planner(self.storage, self.config, attention)
         with torch.inference_mode():
-            self._decoder = Decoder(checkpoint, weights)
+            if weights == "q8" or weights == "q4":
+                self._load_quantized(checkpoint, weights, attention)
+            else:
+                self._load_float(checkpoint, weights, attention)
+
+    def _load_float(self, checkpoint: Checkpoint, weights: FloatWeights, attention: AttentionKind) -> None:
+        plan = attention_planner(self.storage, self.config, attention)
+        decoder = Decoder(checkpoint, weights)
+        self._forward: Forward = lambda ids, positions, end, shares: decoder.forward(ids, positions, end, plan(shares))
+        self._logits = decoder.logits
+
+    def _load_quantized(self, checkpoint: Checkpoint, weights: QuantizedWeights, attention: AttentionKind) -> None:
+        if attention == "torch":
+            raise ConfigError(
+                f"{weights} weights come with native attention; torch attention needs fp16 or fp32 weights"
+            )
+        plan = native_planner(self.storage, self.config)
+        from pagetrie.models.quantized import QuantizedDecoder  # needs the native extension, which is there
+
+        decoder = QuantizedDecoder(checkpoint, weights)
+
+        def forward(ids: torch.Tensor, positions: torch.Tensor, end: int, shares: Sequence[Share]) -> torch.Tensor:
+            step = plan(shares)
+            return decoder.forward(ids, positions, end, step.plan, step.pages)
+
+        self._forward = forward
+        self._logits = decoder.logits
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SequenceResult]:
@@ -75,7 +104,7 @@ class ModelRunner:
         if not plan.sequences:
             return results
         shares = _shares(plan.sequences)
-        hidden = self._forward(plan.sequences, shares)
+        hidden = self._hidden(plan.sequences, shares)
 
         rows: list[int] = []
         specs: list[SampleSpec] = []
@@ -90,16 +119,16 @@ class ModelRunner:
                 owners += [result] * len(step.samples)
                 last.append(share.row + share.n - 1)
         if specs:
-            logits = self._decoder.logits(hidden[last])
+            logits = self._logits(hidden[last])
             for owner, token in zip(owners, sample(logits, rows, specs), strict=True):
                 owner.samples.append(token)
         return results
 
-    def _forward(self, steps: Sequence[SequenceStep], shares: Sequence[Share]) -> torch.Tensor:
+    def _hidden(self, steps: Sequence[SequenceStep], shares: Sequence[Share]) -> torch.Tensor:
         token_ids = torch.from_numpy(np.concatenate([np.asarray(step.token_ids, np.int64) for step in steps]))
         positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.n) for s in shares]))
         end = max(share.start + share.n for share in shares)
-        return self._decoder.forward(token_ids, positions, end, self._plan_attention(shares))
+        return self._forward(token_ids, positions, end, shares)
 
     def _add_prompt_logprobs(self, step: SequenceStep, hidden: torch.Tensor, result: SequenceResult) -> None:
         """Log-probabilities of the tokens that follow, by blocks of rows, since logits are large."""
@@ -107,7 +136,7 @@ class ModelRunner:
         block = max(1, _LOGITS_BYTES // (4 * self.config.vocab_size))
         for start in range(0, len(targets), block):
             some = targets[start : start + block]
-            logits = self._decoder.logits(hidden[start : start + len(some)])
+            logits = self._logits(hidden[start : start + len(some)])
             result.prompt_logprobs += token_logprobs(logits, some, [step.prompt_logprobs] * len(some))
 
 

@@ -52,21 +52,35 @@ def attention_planner(storage: PageStorage, config: ModelConfig, kind: Attention
     Raises:
         ConfigError: the native kernels were asked for, but aren't built or don't fit the model.
     """
-    reason = None
-    if _missing is not None:
-        reason = f"the native extension is not built ({_missing})"
-    elif config.head_dim > MAX_HEAD_DIM or config.head_dim % 2:
-        reason = f"native attention takes heads of an even size up to {MAX_HEAD_DIM}, this model has {config.head_dim}"
-    if kind == "torch" or (kind == "auto" and reason is not None):
+    if kind == "torch" or (kind == "auto" and _obstacle(config) is not None):
         return partial(AttentionPlan, storage=storage, config=config)
+    return native_planner(storage, config)
+
+
+def native_planner(storage: PageStorage, config: ModelConfig) -> Callable[[Sequence[Share]], NativeAttention]:
+    """What plans the attention of a step by the native kernels.
+
+    Raises:
+        ConfigError: they aren't built or don't fit the model.
+    """
+    reason = _obstacle(config)
     if reason is not None:
-        raise ConfigError(f"{reason}; use torch attention")
+        raise ConfigError(f"{reason}; use torch attention, with fp16 or fp32 weights")
     pages = _native.KvPages(storage.data, storage.page_size)
     return partial(NativeAttention, pages=pages, page_size=storage.page_size, config=config)
 
 
+def _obstacle(config: ModelConfig) -> str | None:
+    """Why the native kernels can't be used; None if they can."""
+    if _missing is not None:
+        return f"the native extension is not built ({_missing})"
+    if config.head_dim > MAX_HEAD_DIM or config.head_dim % 2:
+        return f"native attention takes heads of an even size up to {MAX_HEAD_DIM}, this model has {config.head_dim}"
+    return None
+
+
 class NativeAttention:
-    """Attention of one step, for ``Decoder.forward``.
+    """Attention of one step, for ``Decoder.forward`` and ``QuantizedDecoder.forward``.
 
     Args:
         shares: the sequences' parts, in the order of rows and without gaps.
@@ -76,7 +90,7 @@ class NativeAttention:
     """
 
     def __init__(self, shares: Sequence[Share], pages: _native.KvPages, page_size: int, config: ModelConfig) -> None:
-        self._pages = pages
+        self.pages = pages
         self._scale = 1 / sqrt(config.head_dim)
         tables = [np.asarray(s.pages[: -(-(s.start + s.n) // page_size)], np.int32) for s in shares]
         offsets = np.zeros(len(shares) + 1, np.int32)
@@ -94,7 +108,7 @@ class NativeAttention:
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Store the new keys and values, then attend; see ``models.decoder.Attend``."""
-        _native.store(self.plan, self._pages, layer, kv.flatten(1, 2))
+        _native.store(self.plan, self.pages, layer, kv.flatten(1, 2))
         out = torch.empty(q.shape)
-        _native.attend(self.plan, self._pages, layer, q, out, self._scale)
+        _native.attend(self.plan, self.pages, layer, q, out, self._scale)
         return out.view(len(out), -1)
