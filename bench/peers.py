@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +36,7 @@ class Peer:
         requirements: what pip installs.
         finish: puts right what the package leaves wrong; gets the environment's folder.
         check: Python code that fails in an environment that can't work.
+        environment: variables for pip, unless they are set already.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Peer:
     finish: Callable[[Path], None] | None
     check: str
     note: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -72,17 +75,10 @@ def link_sonames(folder: Path) -> None:
             continue
         parts = match[2].split(".")[1:]
         names = [match[1], *(f"{match[1]}.{'.'.join(parts[:count])}" for count in range(1, len(parts)))]
-        wanted = _soname(library)
-        for name in {*names, *([wanted] if wanted else [])} - {library.name}:
+        for name in names:
             link = library.with_name(name)
             if not link.exists():
                 link.symlink_to(library.name)
-
-
-def _soname(library: Path) -> str | None:
-    result = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=False)
-    match = re.search(r"SONAME.*\[(.+)\]", result.stdout)
-    return match[1] if match else None
 
 
 def llama_server(folder: Path) -> Path:
@@ -128,6 +124,14 @@ PEERS = {
             _finish_llama,
             "",
             "compiles for ten minutes and more",
+            {
+                # Without a number it starts all compilers at once; tests, examples and the web page aren't needed.
+                "LLAMA_CPP_BUILD_JOBS": str(len(os.sched_getaffinity(0))),
+                "CMAKE_ARGS": " ".join(
+                    f"-DLLAMA_{name}=OFF"
+                    for name in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI", "OPENSSL")
+                ),
+            },
         ),
         Peer(
             "openvino",
@@ -161,8 +165,8 @@ def install(peer: Peer) -> str:
     if not peer.python.exists():
         venv.create(peer.folder, with_pip=False, symlinks=True)
     try:
-        pip = [sys.executable, "-m", "pip", "--python", str(peer.python), "install", *peer.requirements]
-        _run(pip, log)
+        pip = [sys.executable, "-m", "pip", "--python", str(peer.python), "install", "-v", *peer.requirements]
+        _run(pip, log, {**peer.environment, **os.environ})
         if peer.finish is not None:
             peer.finish(peer.folder)
         if peer.check:
@@ -181,11 +185,11 @@ def install(peer: Peer) -> str:
     return version
 
 
-def _run(command: list[str], log: Path) -> None:
+def _run(command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
     with log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())
         file.flush()
-        result = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False)
+        result = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
     if result.returncode != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raise PeerError(f"{Path(command[0]).name} ended with {result.returncode}: {lines[-1].strip()[:200]}")
