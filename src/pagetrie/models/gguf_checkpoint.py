@@ -144,5 +144,5 @@ def _hf_name(name: str) -> str:
 
 def _half_rotation_order(values: torch.Tensor, n_heads: int) -> torch.Tensor:
     """Undo the permutation that convert_hf_to_gguf applies to the rows of q and k ([heads * head_dim, ...])."""
-    shape = values.shape
-    return values.reshape(n_heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    order = torch.arange(len(values)).view(n_heads, -1, 2).transpose(1, 2).flatten()
+    return values[order]

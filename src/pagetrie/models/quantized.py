@@ -135,11 +135,17 @@ class _Loader:
         """
 
         def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
-            rows = [interleave_halves(t, self._head_dim) if i < rotated else t for i, t in enumerate(tensors)]
             if alternating:
-                rows = [_whole_panels(t) for t in rows]
-                return torch.stack(rows, 1).flatten(0, 2).contiguous()
-            return torch.cat(rows).contiguous() if len(rows) > 1 else rows[0].contiguous()
+                tensors = [_whole_panels(tensor) for tensor in tensors]
+            rows = torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()
+            if not (rotated or alternating):
+                return rows
+            # The order of rows as numbers first: then each row moves once, and as a whole.
+            order = list(torch.split(torch.arange(len(rows)), [len(tensor) for tensor in tensors]))
+            order[:rotated] = [interleave_halves(part, self._head_dim) for part in order[:rotated]]
+            if alternating:
+                return rows[torch.stack([part.view(-1, _PANEL) for part in order], 1).flatten()]
+            return rows[torch.cat(order)]
 
         bias = stack([self.vector(f"{part}.bias") for part in parts]) if biased else None
         stored = [self._checkpoint.quantized(f"{part}.weight") for part in parts]
@@ -155,6 +161,6 @@ class _Loader:
 
 
 def _whole_panels(rows: torch.Tensor) -> torch.Tensor:
-    """[n, ...] as [panels, _PANEL, ...], filled up with zeros."""
-    padding = rows.new_zeros(-len(rows) % _PANEL, *rows.shape[1:])
-    return torch.cat((rows, padding)).view(-1, _PANEL, *rows.shape[1:])
+    """The rows, filled up with zeros to whole panels."""
+    missing = -len(rows) % _PANEL
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
