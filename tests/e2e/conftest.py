@@ -79,15 +79,13 @@ class Server:
         return self.process.wait(60)
 
 
-@pytest.fixture(scope="session")
-def start_server(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def _starter(temporary: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Start servers with given options; all are stopped at the end, and must end well."""
     servers: list[Server] = []
 
     def start(*options: str) -> Server:
-        server = Server(*options, cwd=tmp_path_factory.mktemp("server"))
-        servers.append(server)
-        return server
+        servers.append(Server(*options, cwd=temporary.mktemp("server")))
+        return servers[-1]
 
     yield start
     for server in servers:
@@ -95,13 +93,25 @@ def start_server(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) 
             assert server.stop() == 0, "".join(server.log)
 
 
+@pytest.fixture
+def start_server(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """For servers of one test."""
+    yield from _starter(tmp_path_factory)
+
+
 @pytest.fixture(scope="session")
-def big(start_server: Callable[..., Server]) -> Server:
+def start_lasting(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """For servers that many tests share."""
+    yield from _starter(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def big(start_lasting: Callable[..., Server]) -> Server:
     """Room for everything: 8,000 tokens."""
-    return start_server("--num-pages", "500", "--max-model-len", "2048")
+    return start_lasting("--num-pages", "500", "--max-model-len", "2048")
 
 
 @pytest.fixture(scope="session")
-def small(start_server: Callable[..., Server]) -> Server:
+def small(start_lasting: Callable[..., Server]) -> Server:
     """A pool of 512 tokens, for a model of 8,192."""
-    return start_server("--num-pages", "32")
+    return start_lasting("--num-pages", "32")
