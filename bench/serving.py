@@ -13,6 +13,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -197,8 +198,8 @@ def main(arguments: list[str]) -> int:
 
         bench.say = say
         try:
-            asyncio.run(bench.run(options.rounds))
-        except KeyboardInterrupt:
+            asyncio.run(run_until_told(bench, options.rounds))
+        except (KeyboardInterrupt, asyncio.CancelledError):
             console.print("interrupted; the tables hold what was measured until then")
     tables = report()
     if options.markdown:
@@ -206,6 +207,14 @@ def main(arguments: list[str]) -> int:
         options.markdown.write_text(insert(page, tables))
     print(tables)
     return int(not any(cell.runs for cell in bench.cells.values()))
+
+
+async def run_until_told(bench: Benchmark, rounds: int) -> None:
+    """Being terminated is like Ctrl-C: the running server is stopped, and what was measured is kept."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await bench.run(rounds)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.peers import PeerError
-from bench.serving import Benchmark, measure
+from bench.serving import Benchmark, measure, run_until_told
 from bench.serving_client import Client
-from bench.serving_systems import SYSTEMS, Launch, Options, System, running
+from bench.serving_systems import SYSTEMS, Launch, Options, Server, System, running
 from bench.serving_workloads import WORKLOADS, Words, Workload
 from tests.bench import fake_server
 from tests.bench.words import WordTokenizer
@@ -113,6 +116,25 @@ def test_a_stopped_server_is_gone(tmp_path: Path) -> None:
         return server.process.poll()
 
     assert asyncio.run(run()) is not None
+
+
+def test_termination_stops_the_server_and_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    @asynccontextmanager
+    async def watched(launch: Launch, log: Path) -> AsyncIterator[Server]:
+        async with running(launch, log) as server:
+            started.append(server)
+            yield server
+
+    monkeypatch.setattr("bench.serving.running", watched)
+    benchmark = bench(tmp_path, system("a"), say=lambda line: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run_until_told(benchmark, 2))
+    assert [len(cell.runs) for cell in benchmark.cells.values()] == [1, 0]
+    assert [server.process.poll() is not None for server in started] == [True]
 
 
 def test_llama_gets_a_slot_per_request_in_flight_with_room_for_each(
