@@ -13,10 +13,10 @@ LOCK := $(shell command -v flock >/dev/null 2>&1 && echo flock .cache/setup.lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup _setup serve demo test test-all lint format bench pins clean
+.PHONY: help setup _setup serve demo test test-all test-sanitized lint format bench pins clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: ## make .venv: pinned dependencies, pagetrie itself, the bundled model (does nothing if all is there)
 	@mkdir -p .cache
@@ -56,8 +56,12 @@ demo: setup ## 50 users on one system prompt, as a table: make demo ARGS="--user
 test: setup ## the fast tests
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: setup ## all tests, the long ones too
+test-all: setup ## all tests, the long ones too; the kernels' also under sanitizers
 	@$(BIN)/python -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory test-sanitized
+
+test-sanitized: setup ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(BIN)/python native/run_sanitized.py -q
 
 lint: setup ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

@@ -170,15 +170,14 @@ class Driver:
         random.Random(seed).shuffle(self.free)
         self.sequences: list[Track] = []
         self._captured: list[torch.Tensor] = []
-        decoder = runner._decoder
-        forward = decoder.forward
+        forward, logits = runner._forward, runner._logits
 
         def capture(*args: Any) -> torch.Tensor:
             hidden = forward(*args)
-            self._captured.append(decoder.logits(hidden))
+            self._captured.append(logits(hidden))
             return hidden
 
-        decoder.forward = capture  # type: ignore[method-assign]
+        runner._forward = capture
 
     def add(self, tokens: Sequence[int], shared: Track | None = None, shared_tokens: int = 0) -> Track:
         """A new sequence; it may share the full pages of another's first ``shared_tokens``."""

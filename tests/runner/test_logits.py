@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from pagetrie.models.config import RopeConfig
-from pagetrie.runner import ModelRunner
+from pagetrie.runner import ModelRunner, model_runner
+from pagetrie.runner.native_attention import attention_planner
 from tests.runner.helpers import Driver, ModelCheckpoint, random_tokens, reference_logits, tiny_model
 
 TOLERANCE = 1e-3
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs over the kernels and over the reference."""
+    kind = request.param
+    monkeypatch.setattr(
+        model_runner, "attention_planner", lambda storage, config, _: attention_planner(storage, config, kind)
+    )
 
 
 def exact_runner(checkpoint: ModelCheckpoint, num_pages: int, page_size: int) -> ModelRunner:
