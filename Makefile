@@ -61,7 +61,7 @@ test-all: setup ## all tests, the long ones too; the kernels' also under sanitiz
 	@$(MAKE) --no-print-directory test-sanitized
 
 test-sanitized: setup ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(BIN)/python native/run_sanitized.py -q
+	@$(BIN)/python native/run_sanitized.py -q tests/native
 
 lint: setup ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     spec.loader.exec_module(module)
     pagetrie._native = module  # type: ignore[attr-defined]
     os.chdir(ROOT)
-    return pytest.main(["tests/native", "-p", "no:cacheprovider", "--timeout=0", *arguments])
+    return pytest.main(["-p", "no:cacheprovider", "--timeout=0", *(arguments or ["tests/native"])])
 
 
 if __name__ == "__main__":
