@@ -15,6 +15,7 @@ namespace pagetrie {
 namespace {
 
 constexpr int64_t kRows = 32;       // rows of a block; with 1,536 columns between the MLP's products that is 200 KB
+constexpr int64_t kOwnRows = 4;     // up to where each thread quantises all rows for itself, rather than wait for others
 constexpr int64_t kManyRows = 24;   // per thread, from where on blocks of rows are faster
 
 int64_t groups_of(int64_t k) { return (k + kGroup - 1) / kGroup; }
@@ -33,7 +34,7 @@ struct QuantizedDecoder::Work {
   float* qkv;        // [tokens, qkv_width]
   float* mixed;      // [tokens, mixed_width]
   float* gated;      // [tokens, intermediate]; null with blocks of rows
-  uint8_t* memory;   // for quantised rows; per thread with blocks of rows
+  uint8_t* memory;   // for quantised rows, memory_bytes per thread; one part for all if memory_bytes is 0
   int64_t memory_bytes;
 };
 
@@ -119,21 +120,24 @@ void QuantizedDecoder::run_rows(Work& work, int64_t index, int thread, int64_t f
 void QuantizedDecoder::run_columns(Work& work, int64_t index, Team& team) const {
   const LinearKernels& kernels = work.kernels;
   const int64_t hidden = sizes_.hidden, inner = sizes_.intermediate, tokens = work.tokens;
+  const bool own = work.memory_bytes > 0;
+  uint8_t* memory = work.memory + team.thread() * work.memory_bytes;
   const auto rows_for = [&](const Matrix& matrix) {
-    return QuantizedRows::in(work.memory, tokens, matrix->groups, kernels.wide(matrix->format));
+    return QuantizedRows::in(memory, tokens, matrix->groups, kernels.wide(matrix->format));
   };
+  const auto each_row = [&](const auto& body) { own ? body(0, tokens) : team.share(tokens, 1, body); };
   const auto multiply = [&](const Matrix& matrix, const QuantizedRows& a, const Epilogue& to, int64_t unit) {
     team.share(matrix->panels, unit, [&](int64_t first, int64_t last) {
       kernels.multiply(*matrix, a, tokens, first, last, to);
     });
   };
   const auto quantize = [&](const float* from, int64_t width, const QuantizedRows& to) {
-    team.share(tokens, 1, [&](int64_t first, int64_t last) {
+    each_row([&](int64_t first, int64_t last) {
       kernels.quantize(from + first * width, width, last - first, width, to.from_row(first));
     });
   };
   const auto normalize = [&](const std::vector<float>& norm, const QuantizedRows& to) {
-    team.share(tokens, 1, [&](int64_t first, int64_t last) {
+    each_row([&](int64_t first, int64_t last) {
       kernels.norm_quantize(work.x + first * hidden, hidden, last - first, hidden, norm.data(), sizes_.rms_eps,
                             to.from_row(first));
     });
@@ -182,7 +186,9 @@ void QuantizedDecoder::forward(const AttentionPlan& plan, KvPages& pages, const 
     work.memory = quantized_.get<uint8_t>(work.memory_bytes * threads);
   } else {
     work.gated = gated_.get<float>(tokens * inner);
-    work.memory = quantized_.get<uint8_t>(QuantizedRows::bytes_needed(tokens, widest));
+    const int64_t bytes = (QuantizedRows::bytes_needed(tokens, widest) + 63) / 64 * 64;
+    work.memory_bytes = tokens <= kOwnRows ? bytes : 0;
+    work.memory = quantized_.get<uint8_t>(bytes * (tokens <= kOwnRows ? threads : 1));
   }
   // Blocks that split the rows evenly, so that no thread waits for a last, whole one.
   const int64_t blocks = std::max<int64_t>(threads, (tokens + kRows - 1) / kRows);

@@ -19,6 +19,7 @@ class Team {
  public:
   Team(Phases& phases, int thread, int threads) : phases_(phases), thread_(thread), threads_(threads) {}
 
+  int thread() const { return thread_; }
   int threads() const { return threads_; }
 
   // Calls body(first, last) for pieces of [0, count), multiples of `unit` long, handed out to whoever is free, and

@@ -109,20 +109,20 @@ def test_every_family_computes_what_torch_does_with_the_same_matrices(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_is_the_same_alone_in_a_batch_and_in_any_chunks(family: str, threads: int) -> None:
     checkpoint = tiny(family)
     decoder = QuantizedDecoder(checkpoint, "q8")
-    tokens = tokens_of(100, seed=2)
+    tokens = tokens_of(80, seed=2)
     _native.set_threads(1)
     pages = Pages(checkpoint)
-    alone = torch.cat([run(decoder, pages, [([t], i, list(range(25)))]) for i, t in enumerate(tokens)])
+    alone = torch.cat([run(decoder, pages, [([t], i, list(range(20)))]) for i, t in enumerate(tokens)])
     _native.set_threads(threads)
     other = tokens_of(7, seed=3)
-    for cuts in ([100], [37, 63], [1, 2, 97], [99, 1]):
+    for cuts in ([80], [37, 43], [1, 2, 77], [79, 1]):
         pages, start, parts = Pages(checkpoint), 0, []
         for n in cuts:
-            both = run(decoder, pages, [(other, 0, [40, 41]), (tokens[start : start + n], start, list(range(25)))])
+            both = run(decoder, pages, [(other, 0, [40, 41]), (tokens[start : start + n], start, list(range(20)))])
             parts.append(both[len(other) :])
             start += n
         assert torch.equal(torch.cat(parts), alone)
