@@ -30,15 +30,20 @@ def build() -> None:
 
 def restart_with_runtime(arguments: list[str]) -> None:
     """Run this again with the sanitizers' runtime loaded first, as it must be in a program not built with it."""
-    compiler = os.environ.get("CXX", "c++")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = os.environ | {
         MARK: "1",
-        "LD_PRELOAD": found.stdout.strip(),
+        # It looks for the C++ library's throw as it starts, so that has to be there too.
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so.6')}",
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much until it ends
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     os.execve(sys.executable, [sys.executable, __file__, *arguments], environment)
+
+
+def library(name: str) -> str:
+    """Where the compiler keeps a library."""
+    command = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(arguments: list[str]) -> int:
@@ -48,15 +53,16 @@ def run(arguments: list[str]) -> int:
 
     import pagetrie
 
-    (library,) = BUILD.glob("_native*.so")
-    spec = importlib.util.spec_from_file_location("pagetrie._native", library)
+    (extension,) = BUILD.glob("_native*.so")
+    spec = importlib.util.spec_from_file_location("pagetrie._native", extension)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["pagetrie._native"] = module
     spec.loader.exec_module(module)
     pagetrie._native = module  # type: ignore[attr-defined]
     os.chdir(ROOT)
-    return pytest.main(["-p", "no:cacheprovider", "--timeout=0", *(arguments or ["tests/native"])])
+    # Capturing file descriptors would swallow what a sanitizer says before it ends the process.
+    return pytest.main(["-p", "no:cacheprovider", "--timeout=0", "--capture=sys", *(arguments or ["tests/native"])])
 
 
 if __name__ == "__main__":
