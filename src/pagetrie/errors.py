@@ -28,9 +28,7 @@ class InvalidRequestError(PagetrieError):
         status: the HTTP status to answer with.
     """
 
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
         None, "The name clients ask for.", MODEL, shown="the file's or folder's name", min_length=1
     )
     weights: Literal["fp16", "fp32", "q8", "q4"] = _option(
-        "fp16", "Weights in memory: q8 rounds to 8 bits, q4 also keeps what the file holds in 4 bits.", MODEL
+        "q4", "Weights in memory: q8 rounds them to 8 bits; q4 too, but keeps what the file holds in 4 bits.", MODEL
     )
     chat_template: Path | None = _option(None, "A Jinja file to use for chats.", MODEL, shown="the model's own")
     cache_dir: Path | None = _option(

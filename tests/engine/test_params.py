@@ -27,7 +27,7 @@ from pagetrie.errors import InvalidRequestError
         ("presence_penalty", 2.1),
         ("frequency_penalty", float("inf")),
         ("logit_bias", {1: 101.0}),
-        ("logit_bias", {i: 1.0 for i in range(1025)}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("stop", ["x"] * 17),
         ("stop", [""]),
         ("stop_token_ids", list(range(129))),

@@ -105,11 +105,19 @@ def group_decodes(
     for bucket in _buckets(rests, page_size, max_tokens):
         members = np.array([rest.member for rest in bucket])
         width = max(rest.last - rest.first for rest in bucket)
-        padded = [list(tables[r.member][r.first : r.last]) + [tables[r.member][r.first]] * (width - r.last + r.first)
-                  for r in bucket]
+        padded = [
+            list(tables[r.member][r.first : r.last]) + [tables[r.member][r.first]] * (width - r.last + r.first)
+            for r in bucket
+        ]
         offsets = np.array([rest.first for rest in bucket]) * page_size
-        parts.append(DecodePart(members[:, None], np.array(padded, np.int64),
-                                np.maximum(begins[members] - offsets, 0), ends[members] - offsets))
+        parts.append(
+            DecodePart(
+                members[:, None],
+                np.array(padded, np.int64),
+                np.maximum(begins[members] - offsets, 0),
+                ends[members] - offsets,
+            )
+        )
     return parts
 
 
