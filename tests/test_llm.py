@@ -85,9 +85,9 @@ def test_a_stop_string_ends_the_text_before_itself(llm: LLM) -> None:
 
 
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
-    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    conversation = [{"role": "user", "content": "What is 2+2?"}]
     (answer,) = llm.chat(conversation, SamplingParams(temperature=0.0, max_tokens=30))
-    assert "Paris" in answer.text
+    assert " 4" in answer.text
     assert answer.choices[0].finish_reason == "stop"
     assert answer.prompt is not None
     assert answer.prompt.endswith("<|im_start|>assistant\n")

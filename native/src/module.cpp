@@ -46,6 +46,8 @@ static void bind_cpu(nb::module_& m) {
 }  // namespace pagetrie
 
 NB_MODULE(_native, m) {
+    // A program may end while a model is still referenced; that is no leak worth a page of warnings.
+    nb::set_leak_warnings(false);
   m.doc() = "Kernels over pages. Import torch first, so that both use one OpenMP runtime.";
   pagetrie::bind_cpu(m);
   pagetrie::bind_attention(m);
