@@ -136,6 +136,15 @@ def _press_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, steps: int) -> list[
     return finished
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_step_and_gives_the_pages_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = _press_after(llm, monkeypatch, steps=3)
     handler = signal.getsignal(signal.SIGINT)
@@ -147,6 +156,7 @@ def test_an_interrupt_waits_for_the_step_and_gives_the_pages_back(llm: LLM, monk
     assert llm.generate("One", GREEDY)[0].choices[0].finish_reason == "length"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_very_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     _press_after(llm, monkeypatch, steps=1)
     with pytest.raises(KeyboardInterrupt):

@@ -182,12 +182,14 @@ class EngineLoop:
             for command in commands:
                 command()
             if stopped:
-                self._deliver(self._engine.abort_all())
+                outputs = self._engine.abort_all()
                 self._snapshot = self._take_snapshot()
+                self._deliver(outputs)
                 return
-            if self._engine.has_work:
-                self._deliver(self._step())
+            outputs = self._step() if self._engine.has_work else []
+            # First the snapshot: who has read a token must not find metrics from before it.
             self._snapshot = self._take_snapshot()
+            self._deliver(outputs)
 
     def _tell_idle(self) -> None:
         for loop, idle in self._idle_waiters:
