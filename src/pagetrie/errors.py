@@ -44,5 +44,25 @@ class QueueFullError(PagetrieError):
         self.limit = limit
 
 
+class HoldLimitError(PagetrieError):
+    """Pinned prefixes would take more of the pool than they may (HTTP 429).
+
+    Attributes:
+        adds: pages that the refused prefix would have pinned besides those pinned already.
+        pinned: pages pinned now.
+        limit: most pages that may be pinned.
+    """
+
+    def __init__(self, *, adds: int, pinned: int, limit: int) -> None:
+        super().__init__(
+            f"pinned prefixes may take {limit} pages, {pinned} are taken and this one adds {adds}; release some first"
+            if limit
+            else "no prefix can be pinned: that takes the paged layout, a prefix index and a share of the pool for it"
+        )
+        self.adds = adds
+        self.pinned = pinned
+        self.limit = limit
+
+
 class EngineError(PagetrieError):
     """The model failed while running a request; the server goes on (HTTP 500)."""

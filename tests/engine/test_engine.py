@@ -569,3 +569,51 @@ def test_random_worlds(seed: int) -> None:
         for index in range(n if max_tokens else 1):
             want = expected(tokens, max_tokens, seed=first_seed + index, temperature=1.0)
             assert world.seen[name].tokens[index] == want, (seed, name, index)
+
+
+# -- held prefixes ---------------------------------------------------------------------------------------------------
+
+
+def test_held_prefixes_survive_load_that_fits_beside_them() -> None:
+    world = World(num_pages=16, page_size=4)
+    trunk = prompt(1, 32)
+    world.add("warm", trunk, max_tokens=0)
+    world.run()
+    hold = world.cache.hold(trunk, world.engine._namespace(""))
+    assert hold.tokens == 32
+    for number in range(6):
+        world.add(f"r{number}", prompt(number + 2, 12), max_tokens=12)
+    world.run()
+    assert not hold.released
+    world.add("again", [*trunk, 5], max_tokens=1)
+    world.run()
+    assert world.seen["again"].last is not None and world.seen["again"].last.cached_tokens == 32
+
+
+@pytest.mark.parametrize("long", [40, 60])
+def test_held_prefixes_give_way_to_what_could_not_run_otherwise(long: int) -> None:
+    """A prompt that needs the whole pool is taken at the door, so it must run, at its start or as it grows."""
+    world = World(num_pages=16, page_size=4)
+    for seed in (1, 2):
+        world.add(f"warm{seed}", prompt(seed, 16), max_tokens=0)
+        world.run()
+    holds = [world.cache.hold(prompt(seed, 16), world.engine._namespace("")) for seed in (1, 2)]
+    world.add("big", prompt(3, long), max_tokens=64 - long)
+    world.add("next", prompt(4, 30), max_tokens=20)
+    world.run(2000)
+    assert world.seen["big"].tokens[0] == expected(prompt(3, long), 64 - long)
+    assert world.seen["next"].tokens[0] == expected(prompt(4, 30), 20)
+    assert all(hold.released for hold in holds)
+
+
+def test_only_as_many_held_prefixes_give_way_as_must() -> None:
+    world = World(num_pages=16, page_size=4)
+    for seed in (1, 2):
+        world.add(f"warm{seed}", prompt(seed, 16), max_tokens=0)
+        world.run()
+    first, second = (world.cache.hold(prompt(seed, 16), world.engine._namespace("")) for seed in (1, 2))
+    first.touch()
+    world.add("big", prompt(3, 40), max_tokens=8)  # 12 pages: one of the two has to go, the one longer unused
+    world.run()
+    assert world.seen["big"].tokens[0] == expected(prompt(3, 40), 8)
+    assert second.released and not first.released

@@ -42,6 +42,9 @@ class RandomDriver:
         """One operation, or a step made of several."""
         rng, harness = self.rng, self.harness
         room = len(harness.leases) < self.max_leases
+        if rng.random() < 0.12:
+            self.operate_on_holds()
+            return
         if not harness.leases or (room and rng.random() < 0.3):
             harness.open(self.prompt(), rng.choice(NAMESPACES), lookup=rng.random() < 0.95, publish=rng.random() < 0.95)
             return
@@ -58,6 +61,20 @@ class RandomDriver:
             harness.reset()
         else:
             self.step()
+
+    def operate_on_holds(self) -> None:
+        rng, harness = self.rng, self.harness
+        choice = rng.random()
+        if not harness.holds or (len(harness.holds) < 4 and choice < 0.5):
+            harness.hold(self.prompt(), rng.choice(NAMESPACES))
+        elif choice < 0.65 and len(harness.holds) < 4:
+            harness.fork_hold(rng.choice(harness.holds))
+        elif choice < 0.75:
+            harness.touch_hold(rng.choice(harness.holds))
+        elif choice < 0.85:
+            harness.give_up_hold()
+        else:
+            harness.release(rng.choice(harness.holds))
 
     def step(self) -> None:
         """Plan as a scheduler does (append, extend, now and then preempt), compute, commit."""
@@ -107,6 +124,10 @@ class RandomDriver:
         for held in list(self.harness.leases):
             self.harness.close(held)
             self.harness.check()
+        while self.harness.holds:
+            self.harness.release(self.harness.holds[0])
+            self.harness.check()
+        assert self.harness.manager.stats().active_pages == 0
         self.harness.reset()
         self.harness.check()
         assert self.harness.manager.stats().free_pages == self.harness.manager.num_pages

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pagetrie.kv import CacheManager, Lease, PendingPage
+from pagetrie.errors import HoldLimitError
+from pagetrie.kv import CacheManager, Hold, Lease, PendingPage
 from pagetrie.kv.pool import FREE, INDEXED, PRIVATE
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
 
@@ -59,6 +60,14 @@ class Held:
         return self.lease.pages[len(self.path) :]
 
 
+@dataclass(eq=False)
+class Pinned:
+    """A hold and the stored pages it keeps."""
+
+    hold: Hold
+    path: list[Stored]
+
+
 def shared_length(a: Iterable[int], b: Iterable[int]) -> int:
     length = 0
     for x, y in zip(a, b, strict=False):
@@ -80,6 +89,7 @@ class Harness:
         self.memory = [[POISON] * self.size for _ in range(manager.num_pages)]
         self.stored: dict[tuple[Tree, tuple[int, ...]], Stored] = {}
         self.leases: list[Held] = []
+        self.holds: list[Pinned] = []  # least recently used first
         self.leaders: dict[tuple[Tree, tuple[int, ...]], Held] = {}
         self.given_up: list[PendingPage] = []
         self.generation = 0
@@ -101,6 +111,7 @@ class Harness:
 
     def pinned(self) -> set[Stored]:
         held = {stored for lease in self.leases for stored in lease.path}
+        held |= {stored for pinned in self.holds for stored in pinned.path}
         return held | {lease.partial for lease in self.leases if lease.partial is not None}
 
     def references(self) -> Counter[int]:
@@ -320,8 +331,77 @@ class Harness:
         if self.is_dead(held.tree) and not any(other.tree == held.tree for other in self.leases):
             self.stored = {key: s for key, s in self.stored.items() if s.tree != held.tree}
 
+    # -- holds -------------------------------------------------------------------------------------------------------
+
+    def hold(self, tokens: list[int], namespace: bytes = b"a") -> Pinned | None:
+        """None where the manager refused, which it may only do at its limit."""
+        tree = (namespace, self.generation)
+        length = self.longest(tree, tokens)
+        full = length - length % self.size
+        path = [self.stored[tree, tuple(tokens[:end])] for end in range(self.size, full + 1, self.size)]
+        held = {stored for pinned in self.holds for stored in pinned.path}
+        # Which of several pages that begin alike is taken is the index's choice, but one is taken.
+        partials = {
+            stored
+            for stored in self.stored.values()
+            if length % self.size
+            and stored.tree == tree
+            and stored.tokens[:length] == tuple(tokens[:length])
+            and stored.parent is (path[-1] if path else None)
+        }
+        try:
+            hold = self.manager.hold(tokens, namespace)
+        except HoldLimitError as error:
+            refusal = error
+        else:
+            refusal = None
+        if refusal is not None:
+            self.trace.append(("hold refused", length))
+            assert (refusal.limit, refusal.pinned) == (self.manager.hold_limit, len(held))
+            assert len(held) + refusal.adds > refusal.limit
+            assert refusal.adds in {len({*path, *tail} - held) for tail in [[p] for p in partials] or [[]]}
+            return None
+        self.trace.append(("hold", length))
+        assert hold.tokens == length and not hold.released
+        path += [stored for stored in partials if stored.page in hold.pages]
+        assert hold.pages == [stored.page for stored in path] and len(path) == -(-length // self.size)
+        self.holds.append(Pinned(hold, path))
+        return self.holds[-1]
+
+    def fork_hold(self, pinned: Pinned) -> Pinned:
+        before = self.manager.stats()
+        fork = Pinned(pinned.hold.fork(), list(pinned.path))
+        assert self.manager.stats() == before, "a fork takes no page"
+        assert (fork.hold.pages, fork.hold.tokens) == (pinned.hold.pages, pinned.hold.tokens)
+        self.holds.append(fork)
+        self.trace.append(("fork hold", fork.hold.tokens))
+        return fork
+
+    def touch_hold(self, pinned: Pinned) -> None:
+        pinned.hold.touch()
+        self.holds.remove(pinned)
+        self.holds.append(pinned)
+
+    def release(self, pinned: Pinned) -> None:
+        for _ in range(2):
+            pinned.hold.release()
+            assert pinned.hold.released and pinned.hold.pages == []
+        assert pinned.hold.fork().released
+        self.holds.remove(pinned)
+        self.trace.append(("release", 0))
+
+    def give_up_hold(self) -> bool:
+        gave = self.manager.give_up_hold()
+        assert gave == bool(self.holds)
+        if gave:
+            assert self.holds.pop(0).hold.released
+        self.trace.append(("give up a hold", gave))
+        return gave
+
     def reset(self) -> None:
         report = self.manager.reset()
+        assert all(pinned.hold.released for pinned in self.holds)
+        self.holds.clear()
         self.trace.append(("reset", report.freed_pages))
         pinned = self.pinned()
         kept = {key: stored for key, stored in self.stored.items() if stored in pinned}
@@ -347,6 +427,9 @@ class Harness:
         assert stats.free_pages == len(free)
         assert stats.active_pages == len(references) + len(pinned)
         assert stats.cached_pages == len(stored_pages) - len(pinned)
+        assert stats.pinned_pages == len({stored for held in self.holds for stored in held.path})
+        assert stats.pinned_pages <= manager.hold_limit
+        assert not any(held.hold.released for held in self.holds)
         assert stats.free_pages + stats.active_pages + stats.cached_pages == stats.total_pages
         assert stats.evicted_pages == self.evicted and stats.copied_pages == self.copied
         assert self.indexed() == {

@@ -13,11 +13,15 @@ POOLS = {1: 30, 2: 20, 3: 14, 16: 8}
 
 
 def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int) -> Harness:
-    harness = Harness(CacheManager(num_pages=num_pages, page_size=page_size, index=index))
+    manager = CacheManager(num_pages=num_pages, page_size=page_size, index=index, hold_limit=num_pages // 2)
+    harness = Harness(manager)
     driver = RandomDriver(harness, seed)
     done = driver.run(operations)
     # The history would prove little if it didn't get to what is hard.
-    assert min(done[name] for name in ("open", "open and wait", "close", "fork", "append", "reset")) > 0
+    assert (
+        min(done[name] for name in ("open", "open and wait", "close", "fork", "append", "reset", "hold", "fork hold"))
+        > 0
+    )
     hits = sum(1 for name, tokens in harness.trace if name.startswith("open") and tokens)
     failures = sum(1 for name, missing in harness.trace if name == "extend" and missing)
     assert min(hits, failures, harness.evicted) > operations // 100

@@ -17,10 +17,15 @@ class CacheMachine(RuleBasedStateMachine):
     harness: Harness
 
     @initialize(
-        index=st.sampled_from(["radix", "hash"]), page_size=st.sampled_from([1, 2, 3]), num_pages=st.integers(2, 9)
+        index=st.sampled_from(["radix", "hash"]),
+        page_size=st.sampled_from([1, 2, 3]),
+        num_pages=st.integers(2, 9),
+        hold_limit=st.integers(0, 9),
     )
-    def start(self, index: str, page_size: int, num_pages: int) -> None:
-        self.harness = Harness(CacheManager(num_pages=num_pages, page_size=page_size, index=index))
+    def start(self, index: str, page_size: int, num_pages: int, hold_limit: int) -> None:
+        self.harness = Harness(
+            CacheManager(num_pages=num_pages, page_size=page_size, index=index, hold_limit=hold_limit)
+        )
 
     def lease(self, which: int) -> Held:
         return self.harness.leases[which % len(self.harness.leases)]
@@ -69,6 +74,28 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(which=which, publish_tail=st.booleans())
     def close(self, which: int, publish_tail: bool) -> None:
         self.harness.close(self.lease(which), publish_tail=publish_tail)
+
+    @rule(tokens=tokens, namespace=st.sampled_from([b"a", b"b"]))
+    def hold(self, tokens: list[int], namespace: bytes) -> None:
+        if len(self.harness.holds) < 4:
+            self.harness.hold(tokens, namespace)
+
+    @precondition(lambda self: self.harness.leases)
+    @rule(which=which)
+    def hold_what_runs(self, which: int) -> None:
+        held = self.lease(which)
+        if len(self.harness.holds) < 4:
+            self.harness.hold(held.tokens, held.tree[0])
+
+    @precondition(lambda self: self.harness.holds)
+    @rule(which=which, what=st.sampled_from(["fork_hold", "touch_hold", "release", "release"]))
+    def use_hold(self, which: int, what: str) -> None:
+        if what != "fork_hold" or len(self.harness.holds) < 4:
+            getattr(self.harness, what)(self.harness.holds[which % len(self.harness.holds)])
+
+    @rule()
+    def give_up_hold(self) -> None:
+        self.harness.give_up_hold()
 
     @rule()
     def reset(self) -> None:

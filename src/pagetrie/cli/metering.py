@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagetrie.kv import CacheLease, CacheStats, KVCache, ResetReport
+from pagetrie.kv import CacheHold, CacheLease, CacheStats, KVCache, ResetReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class MeteredCache:
         self._cache = cache
         self.num_pages = cache.num_pages
         self.page_size = cache.page_size
+        self.hold_limit = cache.hold_limit
         self._leases: list[CacheLease] = []
 
     def open(
@@ -40,6 +41,12 @@ class MeteredCache:
         lease = self._cache.open(tokens, namespace, lookup=lookup, publish=publish)
         self._leases.append(lease)
         return lease
+
+    def hold(self, tokens: Sequence[int], namespace: bytes = b"") -> CacheHold:
+        return self._cache.hold(tokens, namespace)
+
+    def give_up_hold(self) -> bool:
+        return self._cache.give_up_hold()
 
     @property
     def available_pages(self) -> int:

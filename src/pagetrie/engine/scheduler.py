@@ -98,6 +98,8 @@ class Scheduler:
         while lease.extend(count):
             victim = self.running[-1]
             if victim is sequence and len(self.running) == 1:
+                if self._cache.give_up_hold():
+                    continue
                 plan.outgrown.append(sequence)
                 return False
             self._preempt(victim, plan)
@@ -132,7 +134,7 @@ class Scheduler:
             needed = self._missing_pages(sequence)
             end = min(len(sequence.ids), lease.computed + budget)
             fits = needed + promised <= self._cache.available_pages or not self.running
-            if not fits or lease.extend(end - lease.computed):
+            if not fits or not self._extend_first(lease, end - lease.computed):
                 sequence.lease = None
                 lease.close()
                 return
@@ -142,6 +144,13 @@ class Scheduler:
             plan.admitted.append(sequence)
             plan.add(sequence, end - lease.computed)
             seats -= sequence.seats
+
+    def _extend_first(self, lease: CacheLease, count: int) -> bool:
+        """Get a newcomer's first pages; held prefixes give way to it only if nothing else runs."""
+        while lease.extend(count):
+            if self.running or not self._cache.give_up_hold():
+                return False
+        return True
 
     def _ready(self) -> Iterator[Sequence]:
         for sequence in self.waiting.copy():

@@ -1,15 +1,18 @@
 """The KV cache: page pool, prefix index and leases. Imports neither torch nor anything above it."""
 
 from pagetrie.kv.contiguous import ContiguousCacheManager
-from pagetrie.kv.interface import CacheLease, CacheStats, KVCache, PendingPage, ResetReport
+from pagetrie.kv.holds import Hold
+from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, KVCache, PendingPage, ResetReport
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.namespace import encode_namespace
 
 __all__ = [
+    "CacheHold",
     "CacheLease",
     "CacheManager",
     "CacheStats",
     "ContiguousCacheManager",
+    "Hold",
     "KVCache",
     "Lease",
     "PendingPage",

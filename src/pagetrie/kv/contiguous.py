@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pagetrie.kv.interface import CacheStats, PendingPage, ResetReport
+from pagetrie.errors import HoldLimitError
+from pagetrie.kv.interface import CacheHold, CacheStats, PendingPage, ResetReport
 
 
 class ContiguousCacheManager:
@@ -21,6 +22,7 @@ class ContiguousCacheManager:
 
     def __init__(self, *, num_pages: int, page_size: int, max_tokens: int) -> None:
         self.num_pages = num_pages
+        self.hold_limit = 0
         self.page_size = page_size
         self._reservation = -(-max_tokens // page_size)
         if self._reservation > num_pages:
@@ -36,6 +38,13 @@ class ContiguousCacheManager:
         self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
     ) -> ContiguousLease:
         return ContiguousLease(self)
+
+    def hold(self, tokens: Sequence[int], namespace: bytes = b"") -> CacheHold:
+        """Refused: a reservation ends with its request, so there is nothing to keep."""
+        raise HoldLimitError(adds=0, pinned=0, limit=0)
+
+    def give_up_hold(self) -> bool:
+        return False
 
     @property
     def available_pages(self) -> int:

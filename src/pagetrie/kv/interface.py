@@ -28,6 +28,7 @@ class CacheStats:
         active_pages: held by a lease.
         cached_pages: held by none, in the index, evictable.
         evicted_pages, copied_pages: counts since start.
+        pinned_pages: those of the active pages that a hold keeps.
     """
 
     total_pages: int
@@ -36,6 +37,7 @@ class CacheStats:
     cached_pages: int
     evicted_pages: int
     copied_pages: int
+    pinned_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,27 @@ class CacheLease(Protocol):
         ...
 
 
+class CacheHold(Protocol):
+    """A stored prefix that eviction leaves alone until it's released. See ``pagetrie.kv.holds.Hold``."""
+
+    tokens: int
+    pages: list[int]
+    released: bool
+
+    def fork(self) -> CacheHold: ...
+
+    def touch(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class KVCache(Protocol):
     """The only door to the cache."""
 
     num_pages: int
     page_size: int
+    hold_limit: int
+    """Most pages that holds may pin together; 0 where nothing can be held."""
 
     def open(
         self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
@@ -106,6 +124,18 @@ class KVCache(Protocol):
         At least one token is always left to compute. ``lookup=False`` matches nothing, ``publish=False`` stores
         nothing.
         """
+        ...
+
+    def hold(self, tokens: Sequence[int], namespace: bytes = b"") -> CacheHold:
+        """Keep the longest stored prefix of ``tokens`` from being evicted. Takes no page.
+
+        Raises:
+            HoldLimitError: holds would pin more than ``hold_limit`` pages.
+        """
+        ...
+
+    def give_up_hold(self) -> bool:
+        """Release the least recently used hold, for a sequence that can't run otherwise. False if there is none."""
         ...
 
     @property

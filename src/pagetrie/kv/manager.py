@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pagetrie.kv.hashchain import HashIndex
+from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import CacheStats, PendingPage, ResetReport
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Node
@@ -30,10 +31,17 @@ class CacheManager:
         page_size: tokens per page.
         index: ``radix``, ``hash``, or ``none`` to share nothing between requests.
         secret: 32 bytes keying the hash index's keys.
+        hold_limit: most pages that holds may pin; None for all.
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, index: IndexKind = "radix", secret: bytes = _NO_SECRET
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        index: IndexKind = "radix",
+        secret: bytes = _NO_SECRET,
+        hold_limit: int | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -44,6 +52,8 @@ class CacheManager:
             HashIndex(self.pool, page_size, ChainKeys(secret)) if index == "hash" else RadixIndex(self.pool, page_size)
         )
         self._shares = index != "none"
+        self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self._shares else 0
+        self._holds = HoldBook(self.index, self.hold_limit)
         self._copies: list[tuple[int, int]] = []
         self._copied_pages = 0
         # The next page of every lease that is computing known tokens: (node it follows, its tokens).
@@ -73,6 +83,13 @@ class CacheManager:
         self._announce(lease)
         return lease
 
+    def hold(self, tokens: Sequence[int], namespace: bytes = b"") -> Hold:
+        """See ``KVCache.hold``."""
+        return self._holds.take(namespace, pack_tokens(tokens))
+
+    def give_up_hold(self) -> bool:
+        return self._holds.give_up()
+
     @property
     def available_pages(self) -> int:
         return self.pool.free_pages + self.index.cached_pages
@@ -92,16 +109,20 @@ class CacheManager:
             cached_pages=self.index.cached_pages,
             evicted_pages=self.index.evicted_pages,
             copied_pages=self._copied_pages,
+            pinned_pages=self._holds.pages,
         )
 
     def reset(self) -> ResetReport:
-        """Forget every stored prefix. Running leases keep their pages but publish nothing more."""
+        """Forget every stored prefix, held ones too. Running leases keep their pages but publish nothing more."""
+        while self._holds.give_up():
+            pass
         freed, _ = self.index.reset()
         return ResetReport(freed_pages=freed, busy_pages=self.num_pages - self.pool.free_pages)
 
     def check(self) -> None:
         self.pool.check()
         self.index.check()
+        self._holds.check()
         stats = self.stats()
         assert stats.free_pages + stats.active_pages + stats.cached_pages == stats.total_pages
 

@@ -1,0 +1,132 @@
+"""Holds: stored prefixes that nobody computes on now and that eviction must leave alone.
+
+A hold pins what a lease would have matched, to the token, and costs no page of its own. Holds on one trunk share its
+pages as leases do, so pages are counted once however many holds stand on them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pagetrie.errors import HoldLimitError
+from pagetrie.kv.hashchain import HashIndex
+from pagetrie.kv.page_tree import Node
+from pagetrie.kv.radix import RadixIndex
+from pagetrie.kv.tokens import TOKEN_BYTES
+
+
+class Hold:
+    """A pinned prefix (``CacheHold``). Made by ``CacheManager.hold`` and ``fork``.
+
+    Attributes:
+        tokens: length of the prefix; 0 if nothing of it was stored.
+        pages: the pages it stands on, the last one perhaps filled in part; empty once released.
+        released: given back, by its owner or by the cache (``give_up_hold``, ``reset``).
+    """
+
+    __slots__ = ("_book", "_nodes", "pages", "released", "tokens")
+
+    def __init__(self, book: HoldBook, nodes: list[Node], pages: list[int], tokens: int) -> None:
+        self._book = book
+        self._nodes = nodes
+        self.pages = pages
+        self.tokens = tokens
+        self.released = False
+
+    def fork(self) -> Hold:
+        """A second hold on the same prefix. Takes no page. A fork of a released hold is released too."""
+        if self.released:
+            fork = Hold(self._book, [], [], 0)
+            fork.released = True
+            return fork
+        return self._book.add(self._nodes, list(self.pages), self.tokens)
+
+    def touch(self) -> None:
+        """Mark as used now: ``give_up_hold`` takes the least recently used one."""
+        self._book.touch(self)
+
+    def release(self) -> None:
+        """Give the prefix back; it stays cached while its pages aren't needed. Idempotent."""
+        self._book.release(self)
+
+
+class HoldBook:
+    """All holds of a cache, least recently used first.
+
+    Args:
+        index: the tree they stand on.
+        limit: most pages that holds may pin together.
+    """
+
+    def __init__(self, index: RadixIndex | HashIndex, limit: int) -> None:
+        self.limit = limit
+        self._index = index
+        self._holds: dict[Hold, None] = {}
+        # Page -> holds that stand on it. A pinned page keeps its number.
+        self._holders: Counter[int] = Counter()
+
+    @property
+    def pages(self) -> int:
+        """Pages that at least one hold stands on."""
+        return len(self._holders)
+
+    def take(self, namespace: bytes, tokens: bytes) -> Hold:
+        """Hold the longest stored prefix of ``tokens`` (u32 LE).
+
+        Raises:
+            HoldLimitError: more pages would be pinned than ``limit``; nothing has changed.
+        """
+        match = self._index.match(namespace, tokens, len(tokens) // TOKEN_BYTES)
+        pages = match.pages
+        length = len(pages) * self._index.page_size + match.partial_tokens
+        nodes = [match.node]
+        if match.partial_owner is not None:
+            nodes.append(match.partial_owner)
+            pages = [*pages, match.partial_page]
+        hold = self.add(nodes, pages, length)
+        if self.pages > self.limit:
+            pinned = self.pages
+            hold.release()
+            raise HoldLimitError(adds=pinned - self.pages, pinned=self.pages, limit=self.limit)
+        return hold
+
+    def add(self, nodes: list[Node], pages: list[int], tokens: int) -> Hold:
+        """Pin a prefix that is matched or pinned already."""
+        hold = Hold(self, nodes, pages, tokens)
+        for node in nodes:
+            self._index.pin(node)
+        self._holders.update(pages)
+        self._holds[hold] = None
+        return hold
+
+    def touch(self, hold: Hold) -> None:
+        if not hold.released:
+            del self._holds[hold]
+            self._holds[hold] = None
+
+    def release(self, hold: Hold) -> None:
+        if hold.released:
+            return
+        hold.released = True
+        del self._holds[hold]
+        for page in hold.pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+        for node in hold._nodes:
+            self._index.unpin(node)
+        hold.pages, hold._nodes = [], []
+
+    def give_up(self) -> bool:
+        """Release the least recently used hold. False if there is none."""
+        hold = next(iter(self._holds), None)
+        if hold is not None:
+            self.release(hold)
+        return hold is not None
+
+    def check(self) -> None:
+        """Recount by brute force (for tests)."""
+        assert self._holders == Counter(page for hold in self._holds for page in hold.pages)
+        assert self.pages <= self.limit or not self._holds
+        indexed = {page for node in self._index.nodes() if node.pins or node.active_children for page in node.pages}
+        assert set(self._holders) <= indexed, "a held page is not an active page of the index"
