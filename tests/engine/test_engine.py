@@ -121,6 +121,17 @@ def test_when_the_leader_leaves_a_follower_takes_over() -> None:
     assert world.runner.computed_tokens <= 400 + 4 * 20 + 4 * 16 + 4 * 3 + 16
 
 
+def test_a_hit_given_up_for_room_stays_within_the_budget() -> None:
+    """The whole pool is needed, so the page of a partial hit is too: its tokens are computed anew, in this budget."""
+    world = World(num_pages=4, page_size=4, max_model_len=16, seats=3, budget=3)
+    world.add("first", prompt(1, 11), max_tokens=1)
+    world.run()
+    world.add("second", [*prompt(1, 10), 7, 8, 9], max_tokens=3, ignore_eos=True)
+    world.run()
+    assert max(sum(len(share.token_ids) for share in step.sequences) for step in world.runner.steps) == 3
+    assert world.seen["second"].tokens[0] == expected([*prompt(1, 10), 7, 8, 9], 3, eos=False)
+
+
 def test_long_prompts_never_stall_others_tokens() -> None:
     world = World(num_pages=200, budget=16, max_model_len=500)
     world.add("short", prompt(1, 4), max_tokens=30, ignore_eos=True)

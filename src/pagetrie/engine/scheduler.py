@@ -142,7 +142,8 @@ class Scheduler:
             insort(self.running, sequence, key=_age)
             promised += self._missing_pages(sequence)
             plan.admitted.append(sequence)
-            plan.add(sequence, end - lease.computed)
+            # A partial hit may have been given up for room, which leaves more to compute than planned.
+            plan.add(sequence, min(end - lease.computed, budget))
             seats -= sequence.seats
 
     def _extend_first(self, lease: CacheLease, count: int) -> bool:
