@@ -13,7 +13,7 @@ LOCK := $(shell command -v flock >/dev/null 2>&1 && echo flock .cache/setup.lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup _setup serve demo test test-all test-sanitized lint format bench pins clean
+.PHONY: help setup _setup serve demo test test-all test-sanitized soak lint format bench pins clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,9 @@ test-all: setup ## all tests, the long ones too; the kernels' also under sanitiz
 
 test-sanitized: setup ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python native/run_sanitized.py -q tests/native
+
+soak: setup ## random worlds against scheduler and cache: make soak SEEDS=10000, or STEPS=1000000, FIRST=5000
+	@$(BIN)/python -m tests.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),$(if $(STEPS),1000000,2000)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import contracts
 	@$(BIN)/ruff check .

@@ -1,0 +1,33 @@
+"""What a step costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagetrie.engine.runner import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds per step as a sum of four parts, each linear in what the plan asks for.
+
+    Attributes:
+        per_step: for any step (reading the weights, fixed work).
+        per_token: for each token computed (matrix products).
+        per_attended: for each pair of a computed token and a position that it attends to, itself included.
+        per_copy: for each page copied.
+    """
+
+    per_step: float
+    per_token: float
+    per_attended: float = 0.0
+    per_copy: float = 0.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        """What ``plan`` takes."""
+        tokens = attended = 0
+        for share in plan.sequences:
+            count = len(share.token_ids)
+            tokens += count
+            attended += count * share.start + count * (count + 1) // 2
+        return self.per_step + self.per_token * tokens + self.per_attended * attended + self.per_copy * len(plan.copies)

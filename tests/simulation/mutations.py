@@ -1,0 +1,294 @@
+"""Planted bugs: each changes one thing in the real code, as a person might by mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pagetrie.engine.engine import Engine
+from pagetrie.engine.output import ChoiceDelta
+from pagetrie.engine.runner import SampleSpec
+from pagetrie.engine.scheduler import Schedule, Scheduler
+from pagetrie.engine.sequence import Sequence as Choice
+from pagetrie.engine.text_stream import TextStream
+from pagetrie.kv.manager import CacheManager, Lease
+from pagetrie.kv.page_tree import Node, PageTree
+from pagetrie.kv.pool import PagePool
+from pagetrie.kv.radix import RadixIndex
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+MUTATIONS: dict[str, Plant] = {}
+
+
+def mutation(plant: Plant) -> Plant:
+    MUTATIONS[plant.__name__] = plant
+    return plant
+
+
+# -- pages and leases ------------------------------------------------------------------------------------------------
+
+
+@mutation
+def skip_a_release(patch: Patch) -> None:
+    """Closing gives back all private pages but the last."""
+    release = PagePool.release
+
+    def broken(self: PagePool, pages: Sequence[int]) -> None:
+        release(self, pages[:-1] if len(pages) > 1 else pages)
+
+    patch.setattr(PagePool, "release", broken)
+
+
+@mutation
+def share_without_reference(patch: Patch) -> None:
+    """A fork takes its parent's pages without counting itself as a holder."""
+    patch.setattr(PagePool, "share", lambda self, pages: None)
+
+
+@mutation
+def write_without_copying(patch: Patch) -> None:
+    """A lease that shares its last page writes it all the same."""
+    extend = Lease.extend
+
+    def broken(self: Lease, count: int) -> int:
+        references = self._manager.pool.references
+        tail = self.computed // self._manager.page_size
+        shared = tail < len(self.pages) and references[self.pages[tail]] > 1
+        if shared:
+            references[self.pages[tail]] -= 1
+        missing = extend(self, count)
+        if shared:
+            references[self.pages[tail]] += 1
+        return missing
+
+    patch.setattr(Lease, "extend", broken)
+
+
+@mutation
+def commit_twice(patch: Patch) -> None:
+    """A prompt's chunk is counted twice where that many tokens are known."""
+    commit = Lease.commit
+
+    def broken(self: Lease, count: int) -> None:
+        commit(self, count)
+        if count > 1 and self.computed + count < min(len(self), len(self.pages) * self._manager.page_size):
+            commit(self, count)
+
+    patch.setattr(Lease, "commit", broken)
+
+
+@mutation
+def publish_an_unfinished_page(patch: Patch) -> None:
+    """The page that a chunk ends in is published, though its last tokens are still to be computed."""
+    publish = Lease._publish_pages
+
+    def broken(self: Lease, full: int) -> None:
+        size = self._manager.page_size
+        more = full < len(self.pages) and (full + 1) * size <= len(self) and self.computed % size
+        publish(self, full + bool(more))
+
+    patch.setattr(Lease, "_publish_pages", broken)
+
+
+@mutation
+def publish_a_doubtful_tail(patch: Patch) -> None:
+    """After a failed step the last page is published like any other."""
+    close = Lease.close
+    patch.setattr(Lease, "close", lambda self, publish_tail=True: close(self))
+
+
+@mutation
+def forget_copies(patch: Patch) -> None:
+    """The last of a step's copies isn't handed to the runner."""
+    take = CacheManager.take_copies
+    patch.setattr(CacheManager, "take_copies", lambda self: take(self)[:-1])
+
+
+@mutation
+def turn_copies_round(patch: Patch) -> None:
+    """Copies are handed out last first."""
+    take = CacheManager.take_copies
+    patch.setattr(CacheManager, "take_copies", lambda self: take(self)[::-1])
+
+
+@mutation
+def start_a_token_late_after_a_hit(patch: Patch) -> None:
+    """A partial hit claims one token more than matched."""
+    partial = PageTree._match_partial
+
+    def broken(self: PageTree, match: Any, query: bytes) -> None:
+        partial(self, match, query)
+        if 0 < match.partial_tokens < len(query) // 4:
+            match.partial_tokens += 1
+
+    patch.setattr(PageTree, "_match_partial", broken)
+
+
+# -- the index -------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def evict_a_pinned_page(patch: Patch) -> None:
+    """Eviction asks whether a leaf is recent, not whether it is held."""
+
+    def is_current(entry: tuple[int, int, Node]) -> bool:
+        tick, _, node = entry
+        return bool(node.pages) and not node.children and node.last_used == tick
+
+    patch.setattr(PageTree, "_is_current", staticmethod(is_current))
+
+
+@mutation
+def evict_the_front_of_a_leaf(patch: Patch) -> None:
+    """Eviction takes a long leaf's first pages and leaves the rest under the same tokens."""
+    take = PagePool.take_from_index
+    evict = PageTree.evict
+
+    def broken(self: PageTree, wanted: int) -> int:
+        def turned(pool: PagePool, pages: Any) -> None:
+            given = list(pages)
+            leaf = next((node for node in self.nodes() if given and given[0] == (node.pages or [-1])[-1]), None)
+            if leaf is not None and len(given) < len(leaf.pages):
+                leaf.pages[:] = leaf.pages[::-1]
+                given = [*leaf.pages[: -len(given) - 1 : -1]]
+            take(pool, given)
+
+        patch.setattr(PagePool, "take_from_index", turned)
+        return evict(self, wanted)
+
+    patch.setattr(PageTree, "evict", broken)
+
+
+@mutation
+def ignore_the_namespace(patch: Patch) -> None:
+    """All tenants share."""
+    patch.setattr(Engine, "_namespace", lambda self, salt: b"")
+
+
+@mutation
+def hit_the_whole_prompt(patch: Patch) -> None:
+    """A prompt that is wholly cached leaves nothing to compute."""
+    match = RadixIndex.match
+    patch.setattr(RadixIndex, "match", lambda self, space, tokens, limit: match(self, space, tokens, limit + 1))
+
+
+@mutation
+def keep_what_was_reset(patch: Patch) -> None:
+    """A reset frees what is cached but goes on handing out what is held."""
+
+    def reset(self: PageTree) -> tuple[int, int]:
+        return self.evict(self.cached_pages), self.active_pages
+
+    patch.setattr(PageTree, "reset", reset)
+
+
+# -- the scheduler ---------------------------------------------------------------------------------------------------
+
+
+@mutation
+def admit_without_pages(patch: Patch) -> None:
+    """Pages that are missing are taken for granted."""
+    extend = Lease.extend
+
+    def broken(self: Lease, count: int) -> int:
+        extend(self, count)
+        return 0
+
+    patch.setattr(Lease, "extend", broken)
+
+
+@mutation
+def drop_a_victim(patch: Patch) -> None:
+    """A preempted sequence never comes back."""
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler, victim: Choice, plan: Schedule) -> None:
+        preempt(self, victim, plan)
+        self.waiting.remove(victim)
+
+    patch.setattr(Scheduler, "_preempt", broken)
+
+
+@mutation
+def deliver_twice_after_preemption(patch: Patch) -> None:
+    """A victim goes back by a token, which is then handed out again."""
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler, victim: Choice, plan: Schedule) -> None:
+        preempt(self, victim, plan)
+        if victim.output_ids:
+            victim.output_ids.pop()
+            victim.ids.pop()
+
+    patch.setattr(Scheduler, "_preempt", broken)
+
+
+@mutation
+def leak_a_seat_on_cancel(patch: Patch) -> None:
+    """A cancelled sequence keeps its place among the running ones."""
+    end = Engine._end
+
+    def broken(self: Engine, state: Any, reason: Any, error: Any = None) -> Any:
+        running = self._scheduler.running
+        left = [sequence for sequence in running if sequence.state is state]
+        output = end(self, state, reason, error)
+        running.extend(left if reason == "abort" else [])
+        return output
+
+    patch.setattr(Engine, "_end", broken)
+
+
+@mutation
+def exceed_the_seats(patch: Patch) -> None:
+    """A request with n choices is counted as one."""
+    patch.setattr(Choice, "seats", property(lambda self: 1))
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def lose_a_stop_hold_back(patch: Patch) -> None:
+    """Text that may become a stop string is shown at once."""
+    patch.setattr("pagetrie.engine.text_stream._overlap", lambda text, stop: 0)
+
+
+@mutation
+def hold_back_for_good(patch: Patch) -> None:
+    """What was held back at the end isn't handed out."""
+    patch.setattr(TextStream, "finish", lambda self: "")
+
+
+@mutation
+def lose_a_token(patch: Patch) -> None:
+    """Of two tokens that reach one delta, and of those held back, only the text arrives."""
+    delta = Engine._delta
+
+    def broken(self: Engine, sequence: Choice, outputs: Any) -> ChoiceDelta:
+        found = delta(self, sequence, outputs)
+        if len(sequence.output_ids) % 7 == 6:
+            found.token_ids = []
+        return found
+
+    patch.setattr(Engine, "_delta", broken)
+
+
+@mutation
+def one_seed_for_all_choices(patch: Patch) -> None:
+    """The choices of a request draw the same numbers."""
+    spec = Engine._sample_spec
+
+    def broken(self: Engine, sequence: Choice, fork: int) -> SampleSpec:
+        return spec(self, sequence, 0)
+
+    patch.setattr(Engine, "_sample_spec", broken)
+
+
+@mutation
+def forget_the_queue_cap(patch: Patch) -> None:
+    """The queue takes whatever comes."""
+    patch.setattr(Engine, "num_waiting", property(lambda self: 0))

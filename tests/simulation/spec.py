@@ -1,0 +1,162 @@
+"""A world as data, drawn from a seed: what the server is like, who asks what when, and what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tests.simulation.vocabulary import AwkwardVocabulary
+
+Phase = Literal["any", "waiting", "awaiting", "prefill", "decode", "preempted"]
+PHASES: tuple[Phase, ...] = ("any", "waiting", "awaiting", "prefill", "decode", "preempted")
+
+_ORDINARY = range(2, AwkwardVocabulary.vocab_size)
+_STOPS = ("ab", "abc", "cab", "aba", "bb", " a", "\n", "é", "€", "\ufffd", "xyz", "a b", "ba b")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A request to come.
+
+    Attributes:
+        arrival: the step before which it arrives; for a follower, steps after the end of what it follows.
+        follows: a chat's previous turn: that request's prompt and answer come before this prompt.
+        params: for ``SamplingParams``.
+        cancel: leave when this has been seen so many times: (phase, times); None stays to the end.
+    """
+
+    name: str
+    arrival: int
+    prompt: tuple[int, ...]
+    params: Mapping[str, object]
+    salt: str = ""
+    follows: str | None = None
+    cancel: tuple[Phase, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """A server and its day. Rates are probabilities per step."""
+
+    seed: int
+    num_pages: int
+    page_size: int
+    index: Literal["radix", "hash", "none", "contiguous"]
+    max_model_len: int
+    seats: int
+    budget: int
+    max_queue: int
+    failure_rate: float
+    reset_rate: float
+    slow_rate: float
+    requests: tuple[RequestSpec, ...] = field(repr=False)
+
+
+def draw_world(seed: int) -> WorldSpec:
+    """The world of a seed."""
+    rng = random.Random(seed)
+    page_size = rng.choice((1, 2, 3, 4, 4, 8, 16))
+    max_model_len = min(rng.choice((20, 40, 80, 80, 160)), 50 * page_size)
+    whole = -(-max_model_len // page_size)
+    # At most as many as make every step's recount cheap; a pool of one page per token is as good a world as any.
+    num_pages = min(max(1, round(whole * rng.choice((0.3, 1, 1, 1.2, 1.2, 1.5, 1.5, 2, 3, 8)))), 120)
+    seats = rng.choice((1, 3, 5, 8, 16))
+    world = WorldSpec(
+        seed=seed,
+        num_pages=num_pages,
+        page_size=page_size,
+        index=rng.choice(("radix",) * 9 + ("hash",) * 6 + ("none",) * 2 + ("contiguous",)),
+        max_model_len=min(max_model_len, num_pages * page_size),
+        seats=seats,
+        budget=seats + rng.choice((0, 1, 3, 8, 32, 100)),
+        max_queue=rng.choice((2, 8, 1000, 1000)),
+        failure_rate=rng.choice((0, 0, 0, 0.01, 0.05)),
+        reset_rate=rng.choice((0, 0, 0, 0.02)),
+        slow_rate=rng.choice((0, 0, 0.05)),
+        requests=(),
+    )
+    return _with_requests(world, _Asker(rng, world).requests())
+
+
+def _with_requests(world: WorldSpec, requests: tuple[RequestSpec, ...]) -> WorldSpec:
+    from dataclasses import replace
+
+    return replace(world, requests=requests)
+
+
+class _Asker:
+    """Draws the requests of a world."""
+
+    def __init__(self, rng: random.Random, world: WorldSpec) -> None:
+        self._rng = rng
+        self._limit = world.max_model_len
+        self._seats = world.seats
+        systems = [self._tokens(rng.randrange(0, self._limit * 2 // 3 + 1)) for _ in range(rng.choice((1, 1, 2, 4)))]
+        documents = [self._tokens(rng.randrange(1, self._limit // 3 + 2)) for _ in range(3)]
+        self._trunks = [*systems, *(system + document for system in systems for document in documents)]
+        self._salts = rng.choice((("",), ("", "tenant"), ("one", "two")))
+        self._pace = rng.choice((0, 0, 0, 1, 3))
+        self._cancels = rng.choice((0.0, 0.1, 0.3))
+        self._branches = rng.choice((0.0, 0.2, 0.6))
+        self._turns = rng.choice((0.0, 0.3))
+        self._answers = max(1, round(self._limit * rng.choice((0.2, 0.5, 0.9))))
+
+    def requests(self) -> tuple[RequestSpec, ...]:
+        rng, clock, made = self._rng, 0, list[RequestSpec]()
+        for number in range(rng.choice((3, 8, 15, 30, 60))):
+            follows = rng.choice(made).name if made and rng.random() < self._turns else None
+            if follows is None and rng.random() < 0.7:
+                clock += rng.randrange(2 * self._pace + 1)
+            made.append(
+                RequestSpec(
+                    name=f"r{number}",
+                    arrival=clock if follows is None else rng.randrange(4),
+                    prompt=self._tokens(rng.randrange(1, 6)) if follows else self._prompt(made),
+                    params=self._params(),
+                    salt=rng.choice(self._salts),
+                    follows=follows,
+                    cancel=(rng.choice(PHASES), rng.randrange(1, 6)) if rng.random() < self._cancels else None,
+                )
+            )
+        return tuple(made)
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.choices(_ORDINARY, k=count))
+
+    def _prompt(self, made: list[RequestSpec]) -> tuple[int, ...]:
+        rng = self._rng
+        kind = rng.random()
+        if kind < 0.15 and made:
+            return rng.choice(made).prompt
+        if kind < 0.3:
+            return self._tokens(rng.randrange(1, self._limit + 3))
+        tail = self._tokens(rng.randrange(1, max(2, self._limit // 4)))
+        trunk = rng.choice(self._trunks)
+        return (trunk if rng.random() < 0.8 else trunk[: len(trunk) // 2]) + tail
+
+    def _params(self) -> dict[str, object]:
+        rng = self._rng
+        limit = rng.choice((rng.randrange(1, self._answers + 1),) * 8 + (0, 1, None))
+        params: dict[str, object] = {
+            "max_tokens": limit,
+            "temperature": rng.choice((0.0, 0.0, 0.8)),
+            "seed": rng.choice((None, 7, rng.getrandbits(64))),
+            "ignore_eos": rng.random() < 0.6,
+            "skip_special_tokens": rng.random() < 0.8,
+            "use_prefix_cache": rng.random() < 0.95,
+        }
+        if rng.random() < self._branches:
+            params["n"] = rng.randrange(2, min(self._seats, 5) + 2)
+        if rng.random() < 0.3:
+            params["stop"] = tuple(rng.sample(_STOPS, rng.randrange(1, 4)))
+        if rng.random() < 0.15:
+            params["stop_token_ids"] = tuple(rng.sample(_ORDINARY, 2))
+        if rng.random() < 0.15:
+            params["min_tokens"] = rng.randrange(0, 1 + (self._answers if limit is None else limit))  # type: ignore[operator]
+        if rng.random() < 0.2:
+            params["logprobs"] = rng.randrange(0, 4)
+        if rng.random() < 0.05:
+            params["prompt_logprobs"] = rng.randrange(0, 3)
+        return params

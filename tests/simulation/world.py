@@ -1,0 +1,367 @@
+"""A world at work: submits, steps, cancels, and checks everything after every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.output import ChoiceDelta, RequestOutput
+from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.request import Request
+from pagetrie.engine.scheduler import Schedule
+from pagetrie.engine.sequence import RequestState, Sequence
+from pagetrie.errors import InvalidRequestError, QueueFullError
+from pagetrie.kv import CacheLease, CacheManager, ContiguousCacheManager, KVCache, Lease
+from pagetrie.kv.pool import FREE, PRIVATE
+from pagetrie.sim import VirtualClock
+from pagetrie.sim.runner import logprob_of
+from tests.simulation.reference import Alone, prefix_of, run_alone
+from tests.simulation.runner import CheckedRunner, choose, root_of
+from tests.simulation.spec import RequestSpec, WorldSpec
+from tests.simulation.vocabulary import AwkwardVocabulary
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a client has seen of one choice."""
+
+    alone: Alone
+    tokens: int = 0
+    text: str = ""
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class Client:
+    """A request and what its client has seen."""
+
+    spec: RequestSpec
+    request: Request
+    state: RequestState
+    choices: list[Choice]
+    seen_of_phase: int = 0
+    cached_tokens: int | None = None
+    prompt_logprobs: bool = False
+    finished: bool = False
+    preemptions: Counter[int] = field(default_factory=Counter)
+
+
+class World:
+    """Plays a ``WorldSpec``. ``run`` raises an exception at the first thing that is wrong.
+
+    Attributes:
+        steps: steps taken so far.
+        preemptions: sequences preempted so far.
+    """
+
+    def __init__(self, spec: WorldSpec) -> None:
+        self.spec = spec
+        self.steps = 0
+        self.preemptions = 0
+        self.clock = VirtualClock()
+        self.cache = _cache(spec)
+        self._rng = random.Random(f"faults of {spec.seed}")
+        self.runner = CheckedRunner(
+            self.cache,
+            self.clock,
+            rng=self._rng,
+            failure_rate=spec.failure_rate,
+            slow_rate=spec.slow_rate,
+        )
+        self.engine = Engine(
+            runner=self.runner,
+            cache=self.cache,
+            vocabulary=AwkwardVocabulary(),
+            config=EngineConfig(
+                max_model_len=spec.max_model_len,
+                max_num_seqs=spec.seats,
+                max_num_batched_tokens=spec.budget,
+                max_queue=spec.max_queue,
+            ),
+            clock=self.clock,
+            rng=random.Random(spec.seed),
+        )
+        self.clients: dict[str, Client] = {}
+        self._arrivals = sorted((r for r in spec.requests if r.follows is None), key=lambda r: r.arrival)
+        self._followers: dict[str, list[RequestSpec]] = {}
+        for request in spec.requests:
+            if request.follows is not None:
+                self._followers.setdefault(request.follows, []).append(request)
+        self._now = 0
+        self._step_failed = False
+        self._stored: set[int] = set()  # prefixes computed since the last reset
+        self._watch_schedule()
+
+    def run(self) -> None:
+        """Play to the end."""
+        while self._arrivals or self.engine.has_work:
+            while self._arrivals and self._arrivals[0].arrival <= self._now:
+                self._submit(self._arrivals.pop(0))
+            if not self.engine.has_work:
+                self._now = max(self._now, self._arrivals[0].arrival) if self._arrivals else self._now
+                continue
+            if self._rng.random() < self.spec.reset_rate:
+                self.engine.reset_prefix_cache()
+                self._stored.clear()
+            self._step()
+            self._cancel()
+        self._check_the_end()
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def _submit(self, spec: RequestSpec) -> None:
+        prompt = spec.prompt
+        if spec.follows is not None:
+            earlier = self.clients.get(spec.follows)
+            if earlier is not None:
+                said = [token.token_id for token in earlier.choices[0].alone.tokens[: earlier.choices[0].tokens]]
+                prompt = (*earlier.request.prompt_ids, *said, *prompt)
+        params = SamplingParams(**spec.params)  # type: ignore[arg-type]
+        request = Request(spec.name, list(prompt), params, spec.salt)
+        room = min(self.spec.max_model_len, self.spec.num_pages * self.spec.page_size) - len(prompt)
+        full = len(self.engine._scheduler.waiting) >= self.spec.max_queue
+        impossible = room < (params.max_tokens != 0) or params.n > self.spec.seats
+        try:
+            self.engine.add(request)
+        except (InvalidRequestError, QueueFullError) as refusal:
+            if not (impossible if isinstance(refusal, InvalidRequestError) else full):
+                raise
+            self._release_followers(spec.name)
+            return
+        assert not full, "the queue took more than its cap"
+        assert not impossible, "accepted what can't be served"
+        state = self.engine._states[spec.name]
+        seed = state.sequences[0].seed
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        count = params.n if limit else 1
+        self.clients[spec.name] = Client(
+            spec,
+            request,
+            state,
+            [
+                Choice(run_alone(choose, root_of(spec.salt), prompt, params, seed + index & MAX_SEED, limit))
+                for index in range(count)
+            ],
+        )
+
+    def _release_followers(self, name: str) -> None:
+        for follower in self._followers.pop(name, ()):
+            self._arrivals.append(_at(follower, self._now + follower.arrival))
+        self._arrivals.sort(key=lambda r: r.arrival)
+
+    def _step(self) -> None:
+        failures = self.runner.failures
+        outputs = self.engine.step()
+        if self.runner.fault is not None:
+            raise self.runner.fault
+        self._step_failed = self.runner.failures > failures
+        self.steps += 1
+        self._now += 1
+        seen = [output.request_id for output in outputs]
+        assert len(set(seen)) == len(seen), "two outputs for one request in one step"
+        for sequence, end in self.runner.computed:
+            self._remember(sequence, end)
+        for output in outputs:
+            self._take(output)
+        self._check()
+
+    def _cancel(self) -> None:
+        for name in [*self.engine._states]:
+            client = self.clients[name]
+            if client.spec.cancel is None:
+                continue
+            phase, times = client.spec.cancel
+            client.seen_of_phase += phase in ("any", *self._phases(client))
+            if client.seen_of_phase >= times:
+                output = self.engine.abort(name)
+                assert output is not None
+                self._take(output, cancelled=True)
+                self._check()
+
+    def _phases(self, client: Client) -> list[str]:
+        phases = []
+        for sequence in client.state.sequences:
+            if sequence.lease is not None:
+                phases.append("decode" if sequence.started else "prefill")
+            else:
+                phases.append("preempted" if client.preemptions[sequence.index] else "waiting")
+                if sequence.awaits is not None:
+                    phases.append("awaiting")
+        return phases
+
+    # -- what clients see --------------------------------------------------------------------------------------------
+
+    def _take(self, output: RequestOutput, *, cancelled: bool = False) -> None:
+        client = self.clients[output.request_id]
+        params = client.request.params
+        assert not client.finished, "news after the end"
+        assert output.prompt_tokens == len(client.request.prompt_ids)
+        self._take_cached(client, output.cached_tokens)
+        indexes = [delta.index for delta in output.choices]
+        assert len(set(indexes)) == len(indexes), "two deltas of one choice in one step"
+        for delta in output.choices:
+            self._take_delta(client.choices[delta.index], delta, params, cancelled)
+        if output.prompt_logprobs is not None:
+            self._take_prompt_logprobs(client, output)
+        assert output.completion_tokens == sum(choice.tokens for choice in client.choices)
+        done = all(choice.reason is not None for choice in client.choices)
+        if cancelled or self._step_failed:
+            # Choices that were not forked yet end with the first.
+            done = done or output.finished
+            assert (output.error is not None) == (self._step_failed and not cancelled) or not output.finished
+        else:
+            assert output.error is None
+        assert output.finished == done
+        if output.finished:
+            client.finished = True
+            if params.prompt_logprobs is not None and not cancelled and output.error is None:
+                assert client.prompt_logprobs
+            self._release_followers(output.request_id)
+
+    def _take_cached(self, client: Client, cached: int) -> None:
+        params, prompt = client.request.params, client.request.prompt_ids
+        if client.cached_tokens is None and client.state.admitted_at is not None:
+            client.cached_tokens = cached
+            assert 0 <= cached < len(prompt)
+            if cached:
+                assert params.use_prefix_cache and params.prompt_logprobs is None
+                assert self.spec.index in ("radix", "hash")
+        assert cached == (client.cached_tokens or 0), "cached_tokens changed"
+
+    def _take_delta(self, choice: Choice, delta: ChoiceDelta, params: SamplingParams, cancelled: bool) -> None:
+        assert choice.reason is None, "a choice went on after its end"
+        alone, before = choice.alone, choice.tokens
+        choice.tokens += len(delta.token_ids)
+        expected = alone.tokens[before : choice.tokens]
+        assert delta.token_ids == [token.token_id for token in expected], "other tokens than alone, lost or twice"
+        assert delta.logprobs == (expected if params.logprobs is not None else [])
+        choice.text += delta.text
+        if delta.finish_reason is None:
+            assert choice.text == alone.shown[choice.tokens], "text held back too long or not long enough"
+            return
+        choice.reason = delta.finish_reason
+        if cancelled:
+            assert delta.finish_reason == "abort"
+        elif delta.finish_reason == "error":
+            assert self._step_failed, "an error that nobody planned"
+        else:
+            assert (delta.finish_reason, delta.stop_reason) == (alone.reason, alone.stop_reason)
+            assert choice.tokens == len(alone.tokens), "it ended too early"
+            assert choice.text == alone.final, "other text than alone"
+
+    def _take_prompt_logprobs(self, client: Client, output: RequestOutput) -> None:
+        params, prompt = client.request.params, client.request.prompt_ids
+        assert params.prompt_logprobs is not None and not client.prompt_logprobs
+        client.prompt_logprobs = True
+        prefix, expected = root_of(client.request.namespace_salt), [None]
+        for token, target in pairwise(prompt):
+            prefix = prefix_of(prefix, (token,))
+            expected.append(logprob_of(prefix, target, params.prompt_logprobs, AwkwardVocabulary.vocab_size))  # type: ignore[arg-type]
+        assert output.prompt_logprobs == expected
+
+    # -- what must hold after every step -----------------------------------------------------------------------------
+
+    def _watch_schedule(self) -> None:
+        """See each step's plan before the engine does."""
+        scheduler = self.engine._scheduler
+        schedule = scheduler.schedule
+
+        def watched() -> Schedule:
+            plan = schedule()
+            self._check_plan(plan)
+            self.runner.sequences = list(plan.shares)
+            return plan
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
+
+    def _check_plan(self, plan: Schedule) -> None:
+        assert plan.tokens == sum(plan.shares.values()) <= self.spec.budget, "over the token budget"
+        assert plan.tokens, "a step without progress"
+        assert not plan.outgrown, "a sequence within the limits outgrew the pool"
+        for sequence in plan.preempted:
+            self.preemptions += 1
+            client = self.clients[sequence.state.request.request_id]
+            client.preemptions[sequence.index] += 1
+        for sequence in plan.admitted:
+            self._check_hit(sequence)
+
+    def _check_hit(self, sequence: Sequence) -> None:
+        """What an admission found in the cache was computed after the last reset, for the same tenant."""
+        lease = sequence.lease
+        assert lease is not None
+        if lease.computed:
+            assert self.runner.prefix(sequence, lease.computed) in self._stored, "a hit on what was never computed"
+
+    def _check(self) -> None:
+        engine, scheduler = self.engine, self.engine._scheduler
+        self.cache.check()
+        seats = sum(sequence.seats for sequence in scheduler.running)
+        assert seats <= self.spec.seats, f"{seats} seats taken of {self.spec.seats}"
+        in_flight = [sequence for state in engine._states.values() for sequence in state.sequences]
+        assert len(in_flight) == len(scheduler.running) + len(scheduler.waiting), "a sequence was dropped"
+        assert {*in_flight} == {*scheduler.running, *scheduler.waiting}
+        assert all(sequence.lease is None for sequence in scheduler.waiting)
+        leases = [_lease(sequence) for sequence in scheduler.running]
+        assert not any(lease.closed for lease in leases)
+        if isinstance(self.cache, CacheManager):
+            self._check_holders(self.cache, leases)
+
+    def _remember(self, sequence: Sequence, end: int) -> None:
+        """The first ``end`` tokens are computed and may be hit by others."""
+        while end and (prefix := self.runner.prefix(sequence, end)) not in self._stored:
+            self._stored.add(prefix)
+            end -= 1
+
+    def _check_holders(self, cache: CacheManager, leases: Many[CacheLease]) -> None:
+        """References and pins are exactly those of the leases; free pages are made unreadable."""
+        pool = cache.pool
+        references: Counter[int] = Counter()
+        pins: Counter[int] = Counter()
+        for lease in leases:
+            assert isinstance(lease, Lease)
+            references.update(lease.pages[lease._indexed :])
+            pins[id(lease._node)] += 1
+            if lease._partial is not None:
+                pins[id(lease._partial[1])] += 1
+        held = [page for page, state in enumerate(pool.state) if state == PRIVATE]
+        assert len(held) == len(references), "a page is held by nobody, or nobody's page is held"
+        for page, count in references.items():
+            assert pool.references[page] == count, f"page {page}: {pool.references[page]} references, {count} holders"
+        index = cache.index
+        for node in (*index._roots.values(), *index._dead_roots, *index.nodes()):
+            assert node.pins == pins[id(node)], f"{node.pins} pins for {pins[id(node)]} holders"
+        to_copy = {source for source, _ in cache._copies}
+        self.runner.memory.clear(p for p in pool._free if p not in to_copy)
+
+    def _check_the_end(self) -> None:
+        assert not self.engine._states and not self.engine._scheduler.running and not self.engine._scheduler.waiting
+        assert self.cache.stats().active_pages == 0, "pages left behind"
+        for client in self.clients.values():
+            assert client.finished, f"{client.spec.name} never ended"
+        self.engine.reset_prefix_cache()
+        self.cache.check()
+        assert self.cache.stats().free_pages == self.spec.num_pages, "pages are neither free nor cached"
+        if isinstance(self.cache, CacheManager):
+            assert self.cache.pool._free and self.cache.pool.state.count(FREE) == self.spec.num_pages
+            assert not self.cache._computing, "a page is said to be computed by nobody"
+
+
+def _lease(sequence: Sequence) -> CacheLease:
+    assert sequence.lease is not None, "a running sequence has no lease"
+    return sequence.lease
+
+
+def _cache(spec: WorldSpec) -> KVCache:
+    if spec.index == "contiguous":
+        return ContiguousCacheManager(num_pages=spec.num_pages, page_size=spec.page_size, max_tokens=spec.max_model_len)
+    return CacheManager(num_pages=spec.num_pages, page_size=spec.page_size, index=spec.index)
+
+
+def _at(spec: RequestSpec, arrival: int) -> RequestSpec:
+    return RequestSpec(spec.name, arrival, spec.prompt, spec.params, spec.salt, spec.follows, spec.cancel)
