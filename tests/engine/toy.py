@@ -128,6 +128,8 @@ class World:
         seats: int = 8,
         budget: int = 16,
         queue: int = 1000,
+        ageing: int = 256,
+        bypass: int = 32,
         index: str = "radix",
         vocabulary: ToyVocabulary | None = None,
         next_token: Callable[[Sequence[int], SampleSpec], int] = toy_next,
@@ -141,7 +143,12 @@ class World:
             cache=self.cache,
             vocabulary=vocabulary or ToyVocabulary(),
             config=EngineConfig(
-                max_model_len=max_model_len, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=queue
+                max_model_len=max_model_len,
+                max_num_seqs=seats,
+                max_num_batched_tokens=budget,
+                max_queue=queue,
+                ageing_steps=ageing,
+                max_bypass=bypass,
             ),
             clock=lambda: float(next(ticks)),
             rng=random.Random(0),
@@ -149,9 +156,10 @@ class World:
         )
         self.seen: dict[str, Collected] = {}
 
-    def add(self, request_id: str, prompt: Sequence[int], salt: str = "", **params: object) -> None:
+    def add(self, request_id: str, prompt: Sequence[int], salt: str = "", priority: int = 0, **params: object) -> None:
         params.setdefault("temperature", 0.0)
-        self.engine.add(Request(request_id, list(prompt), SamplingParams(**params), salt))  # type: ignore[arg-type]
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority))
         self.seen[request_id] = Collected()
 
     def step(self) -> list[RequestOutput]:
@@ -177,6 +185,10 @@ class World:
                 return
             self.step()
         raise AssertionError(f"still busy after {limit} steps")
+
+    def running(self) -> list[str]:
+        """Requests with a seat, by rank."""
+        return [sequence.state.request.request_id for sequence in self.engine._scheduler.running]
 
     def idle_pages(self) -> int:
         """Pages in use by requests; 0 when nothing runs."""

@@ -191,6 +191,8 @@ class Harness:
 
     def open(self, tokens: list[int], namespace: bytes = b"a", *, lookup: bool = True, publish: bool = True) -> Held:
         tree = (namespace, self.generation)
+        stored = self.manager.stored_tokens(tokens, namespace)
+        assert stored == (self.longest(tree, tokens) // self.size * self.size if self.manager.shares else 0)
         lease = self.manager.open(tokens, namespace, lookup=lookup, publish=publish)
         hit = self.longest(tree, tokens[:-1]) if lookup else 0
         assert lease.computed == lease.cached_tokens == hit
@@ -311,7 +313,9 @@ class Harness:
     def close(self, held: Held, *, publish_tail: bool = True) -> None:
         private = list(held.private)
         alone = bool(private) and self.references()[private[0]] == 1
+        before, sole = self.manager.available_pages, held.lease.sole_pages()
         held.lease.close(publish_tail=publish_tail)
+        assert self.manager.available_pages - before == sole
         held.lease.close(publish_tail=publish_tail)
         self.trace.append(("close", publish_tail))
         assert held.lease.pages == [] and held.lease.closed

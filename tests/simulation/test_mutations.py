@@ -8,7 +8,7 @@ from tests.simulation.attack import attack, play
 from tests.simulation.mutations import MUTATIONS
 from tests.simulation.spec import draw_world
 
-ENOUGH = 100
+ENOUGH = 200
 """Worlds within which a planted bug must show."""
 
 

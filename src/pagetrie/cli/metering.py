@@ -33,6 +33,7 @@ class MeteredCache:
         self.num_pages = cache.num_pages
         self.page_size = cache.page_size
         self.hold_limit = cache.hold_limit
+        self.shares = cache.shares
         self._leases: list[CacheLease] = []
 
     def open(
@@ -47,6 +48,9 @@ class MeteredCache:
 
     def give_up_hold(self) -> bool:
         return self._cache.give_up_hold()
+
+    def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
+        return self._cache.stored_tokens(tokens, namespace)
 
     @property
     def available_pages(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
-from pagetrie.engine.request import Request
+from pagetrie.engine.request import MAX_PRIORITY, MIN_PRIORITY, Request
 from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
 from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import RequestState, Sequence
@@ -35,6 +35,9 @@ class EngineConfig:
         max_num_seqs: sequences that run at once (seats).
         max_num_batched_tokens: tokens computed per step.
         max_queue: requests that may wait.
+        ageing_steps: steps of waiting that are worth one level of priority; also how long smaller requests may pass
+            one that doesn't fit.
+        max_bypass: how many may pass it.
         model_fingerprint: part of every page's namespace.
     """
 
@@ -42,6 +45,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queue: int = 1024
+    ageing_steps: int = 256
+    max_bypass: int = 32
     model_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -83,7 +88,13 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._observer = observer or EngineObserver()
-        self._scheduler = Scheduler(cache, max_seats=config.max_num_seqs, max_step_tokens=config.max_num_batched_tokens)
+        self._scheduler = Scheduler(
+            cache,
+            max_seats=config.max_num_seqs,
+            max_step_tokens=config.max_num_batched_tokens,
+            ageing_steps=config.ageing_steps,
+            max_bypass=config.max_bypass,
+        )
         self._states: dict[str, RequestState] = {}
         self._arrivals = 0
         # A sequence can neither outgrow the context nor an otherwise empty pool.
@@ -120,6 +131,10 @@ class Engine:
                 raise InvalidRequestError(
                     f"token id {bad} is outside the vocabulary (0 to {vocab_size - 1})", param=name
                 )
+        if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {request.priority}", param="priority"
+            )
         if params.n > self.config.max_num_seqs:
             raise InvalidRequestError(
                 f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
@@ -146,6 +161,7 @@ class Engine:
             arrival=self._clock(),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
+            level=self._scheduler.level(request.priority),
         )
         self._arrivals += 1
         seed = self._rng.getrandbits(64) if params.seed is None else params.seed

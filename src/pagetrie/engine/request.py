@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from pagetrie.engine.params import SamplingParams
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
+
 
 @dataclass(slots=True)
 class Request:
@@ -18,9 +20,12 @@ class Request:
         params: sampling and stopping.
         namespace_salt: narrows sharing: only requests with an equal salt share pages. Empty shares with all that
             have none.
+        priority: lower is served first; between ``MIN_PRIORITY`` and ``MAX_PRIORITY``. A request that has waited for
+            ``ageing_steps`` steps longer counts as one lower.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace_salt: str = ""
+    priority: int = 0

@@ -1,18 +1,38 @@
 """Which sequences run in the next step, on which pages.
 
-Continuous batching (Orca) with chunked prefill (Sarathi): decoding sequences first, then prompts in progress, then
-admissions, under one token budget. First come, first served. When the pool runs short the youngest running sequence
-is preempted: its pages go back, what was computed stays cached as long as it can, and it resumes by a prefix hit.
+Continuous batching (Orca) with chunked prefill (Sarathi): decoding sequences first, then prompts in progress and
+admissions by rank, under one token budget.
+
+The rules, with their bounds (A is ``ageing_steps``, k is ``MAX_PREEMPTIONS``):
+
+- *Order.* Who waits is served by level, which is priority aged by one per A steps (``waiting`` has the bound).
+- *Bypass.* While a sequence doesn't fit, smaller ones behind it may start, until ``max_bypass`` of them have or until A
+  steps have passed since it first didn't fit. From then on nothing of its rank or below starts before it: it starts
+  once those that run have ended, at the latest.
+- *Preemption.* When pages run short, the least valuable sequences (``victims.value``) lose their seats, never one whose
+  pages aren't needed. A victim's pages go back; what it computed stays cached as long as it can, and it resumes by a
+  prefix hit.
+- *Resuming.* While a victim waits for room, only newcomers that are more urgent (lower in priority and in level) start.
+- *Takeover.* A waiting sequence that is more urgent than running ones takes their seats and pages, if that is enough.
+- *Guarantee.* Nobody is preempted more than k times: a sequence preempted k times is admitted only with a reservation
+  of all pages that it may come to need, and then every other sequence is preempted before it, and held prefixes give
+  way to it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagetrie.engine.sequence import Sequence
+from pagetrie.engine.victims import choose_victims, is_guaranteed, value
+from pagetrie.engine.waiting import WaitingQueue, more_urgent
 from pagetrie.kv import CacheLease, KVCache
+
+_LOOKS_PER_STEP = 8
+"""Sequences per step whose prompt is matched against the tree only to find that they don't fit."""
+_STEPS_BETWEEN_LOOKS = 8
+_MAX_PASSED = 32
 
 
 @dataclass(slots=True)
@@ -42,109 +62,194 @@ class Schedule:
 
 
 class Scheduler:
-    """Owns the two lists of sequences and every decision about seats and pages.
+    """Owns the waiting and the running sequences and every decision about seats and pages.
 
     Args:
         cache: where leases come from.
         max_seats: sequences that may run at once.
         max_step_tokens: tokens computed per step, at least ``max_seats``.
+        ageing_steps: steps of waiting that are worth one level of priority, at least 1.
+        max_bypass: sequences that may start before one that doesn't fit yet.
+
+    Attributes:
+        step: number of the latest step.
+        running: sequences with a seat, by rank.
     """
 
-    def __init__(self, cache: KVCache, *, max_seats: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_seats: int,
+        max_step_tokens: int,
+        ageing_steps: int = 256,
+        max_bypass: int = 32,
+    ) -> None:
         self._cache = cache
         self._max_seats = max_seats
         self._max_step_tokens = max_step_tokens
-        self.waiting: list[Sequence] = []
+        self._ageing_steps = ageing_steps
+        self._max_bypass = max_bypass
+        self.step = 0
+        self.waiting = WaitingQueue(cache)
         self.running: list[Sequence] = []
 
+    def level(self, priority: int) -> int:
+        """Level of a request that arrives now."""
+        return priority + self.step // self._ageing_steps
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, in order of age."""
-        insort(self.waiting, sequence, key=_age)
+        """Queue a sequence."""
+        self.waiting.add(sequence)
 
     def start_fork(self, sequence: Sequence) -> None:
         """Give a sequence that was forked from a running one the seat reserved for it."""
-        insort(self.running, sequence, key=_age)
+        insort(self.running, sequence, key=_rank)
 
     def remove(self, sequence: Sequence, *, publish_tail: bool = True) -> None:
         """Take a sequence out, in whatever phase it is, and give its pages back at once."""
-        if sequence.lease is not None:
-            self.running.remove(sequence)
-            sequence.lease.close(publish_tail=publish_tail)
-            sequence.lease = None
-        else:
+        if sequence.lease is None:
             self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        sequence.lease.close(publish_tail=publish_tail)
+        sequence.lease = None
 
     def schedule(self) -> Schedule:
         """Plan the next step. Pages for every share are held when this returns."""
+        self.step += 1
         plan = Schedule()
         # Decodes go first, so that a long prompt never stalls others' tokens.
-        for decoding in (True, False):
-            for sequence in self.running.copy():
-                lease = sequence.lease
-                if lease is None:  # preempted a moment ago
-                    continue
-                remaining = len(sequence.ids) - lease.computed
-                if (remaining == 1) != decoding:
-                    continue
-                count = min(remaining, self._max_step_tokens - plan.tokens)
-                if count > 0 and self._reserve(sequence, lease, count, plan):
-                    plan.add(sequence, count)
-        if not plan.preempted:
+        prompts = []
+        for sequence in self.running.copy():
+            lease = sequence.lease
+            if lease is None:  # preempted a moment ago
+                continue
+            remaining = len(sequence.ids) - lease.computed
+            if remaining == 1:
+                if not lease.extend(1) or self._make_room(sequence, lease, 1, plan):
+                    plan.add(sequence, 1)
+            elif remaining:
+                prompts.append(sequence)
+        self.waiting.wake()
+        for sequence in prompts:
+            if self.waiting.any_ready:
+                self._admit(plan, before=sequence)
+            lease = sequence.lease
+            if lease is None:
+                continue
+            count = min(len(sequence.ids) - lease.computed, self._max_step_tokens - plan.tokens)
+            if count > 0 and (not lease.extend(count) or self._make_room(sequence, lease, count, plan)):
+                plan.add(sequence, count)
+        if self.waiting.any_ready:
             self._admit(plan)
         return plan
 
-    def _reserve(self, sequence: Sequence, lease: CacheLease, count: int, plan: Schedule) -> bool:
-        """Get pages for ``count`` more tokens, preempting younger sequences one by one while they are missing."""
-        while lease.extend(count):
-            victim = self.running[-1]
-            if victim is sequence and len(self.running) == 1:
-                if self._cache.give_up_hold():
+    # -- room for running sequences ----------------------------------------------------------------------------------
+
+    def _make_room(self, sequence: Sequence, lease: CacheLease, count: int, plan: Schedule) -> bool:
+        """Get pages for ``count`` more tokens by preempting less valuable sequences, or else the sequence itself."""
+        while missing := lease.extend(count):
+            own = value(sequence)
+            lesser = [other for other in self.running if other is not sequence and value(other) < own]
+            victims = choose_victims([(other, other.lease.sole_pages()) for other in lesser if other.lease], missing)
+            if victims is None and is_guaranteed(sequence) and lesser:
+                # Pages shared by several of them come free with the last one.
+                victims = [min(lesser, key=value)]
+            if victims is None:
+                # Held prefixes give way only to what can't run otherwise.
+                alone = len(self.running) == 1
+                if (alone or is_guaranteed(sequence)) and self._cache.give_up_hold():
                     continue
-                plan.outgrown.append(sequence)
+                if alone:
+                    plan.outgrown.append(sequence)
+                else:
+                    self._preempt(sequence, plan)
                 return False
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return False
+            for victim in victims:
+                self._preempt(victim, plan)
         return True
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         self.remove(victim)
         plan.drop(victim)
         plan.preempted.append(victim)
-        victim.awaits = None
-        self.add(victim)
+        victim.preemptions += 1
+        self.waiting.add(victim)
 
-    def _admit(self, plan: Schedule) -> None:
-        """Admit waiting sequences, oldest first; the first that doesn't fit holds up all behind it.
+    # -- admission ---------------------------------------------------------------------------------------------------
 
-        A sequence whose next page is being computed by a running one is passed over: it will hit that page soon.
+    def _admit(self, plan: Schedule, before: Sequence | None = None) -> None:
+        """Admit who waits, in order; with ``before``, only those more urgent than it.
+
+        A sequence whose next page is being computed by a running one is set aside: it will hit that page soon.
         """
-        seats = self._max_seats - sum(sequence.seats for sequence in self.running)
-        promised = sum(self._missing_pages(sequence) for sequence in self.running)
-        for sequence in self._ready():
-            budget = self._max_step_tokens - plan.tokens
-            if budget <= 0 or sequence.seats > seats:
+        waiting, passed = self.waiting, list[Sequence]()
+        seats, looks = self._free_seats(), 0
+        while plan.tokens < self._max_step_tokens:
+            sequence = waiting.next(passed)
+            # A victim of this very step leaves its pages to those it was preempted for.
+            if sequence is None or sequence in plan.preempted:
                 return
-            lease = self._open(sequence)
-            if lease.awaits is not None and not lease.awaits.done:
-                sequence.awaits = lease.awaits
-                lease.close()
-                continue
-            sequence.lease = lease
-            needed = self._missing_pages(sequence)
-            end = min(len(sequence.ids), lease.computed + budget)
-            fits = needed + promised <= self._cache.available_pages or not self.running
-            if not fits or not self._extend_first(lease, end - lease.computed):
-                sequence.lease = None
-                lease.close()
+            if before is not None and not more_urgent(sequence, before):
                 return
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=_age)
-            promised += self._missing_pages(sequence)
-            plan.admitted.append(sequence)
-            # A partial hit may have been given up for room, which leaves more to compute than planned.
-            plan.add(sequence, min(end - lease.computed, budget))
-            seats -= sequence.seats
+            if sequence.seats > seats and not self._outranked(sequence):
+                if seats <= 0:
+                    return
+                fits = False
+            elif (
+                self.running
+                and self.step < sequence.look_again
+                and self._cache.available_pages < sequence.pages_wanted
+                and not self._outranked(sequence)
+            ):
+                fits = False
+            elif looks == _LOOKS_PER_STEP:
+                return
+            else:
+                lease = self._open(sequence)
+                if lease.awaits is not None and not lease.awaits.done:
+                    waiting.park(sequence, lease.awaits)
+                    lease.close()
+                    continue
+                fits = self._start(sequence, lease, plan)
+                looks += not fits
+            if fits:
+                seats = self._free_seats()
+                for other in passed:
+                    other.bypasses += 1
+            elif not waiting.any_victims and self._may_be_passed(sequence) and len(passed) < _MAX_PASSED:
+                passed.append(sequence)
+            else:
+                return
+
+    def _free_seats(self) -> int:
+        return self._max_seats - sum(sequence.seats for sequence in self.running)
+
+    def _may_be_passed(self, sequence: Sequence) -> bool:
+        """Note that a sequence didn't fit, and say whether others may go first."""
+        if sequence.blocked_at is None:
+            sequence.blocked_at = self.step
+        return sequence.bypasses < self._max_bypass and self.step - sequence.blocked_at < self._ageing_steps
+
+    def _start(self, sequence: Sequence, lease: CacheLease, plan: Schedule) -> bool:
+        """Give a sequence a seat on this lease, or close the lease."""
+        needed = self._missing_pages(sequence, lease)
+        count = min(len(sequence.ids) - lease.computed, self._max_step_tokens - plan.tokens)
+        if self.running and not self._clear_the_way(sequence, needed, plan):
+            fits = False
+        else:
+            fits = self._extend_first(lease, count)
+        if not fits:
+            lease.close()
+            sequence.look_again, sequence.pages_wanted = self.step + _STEPS_BETWEEN_LOOKS, needed
+            return False
+        self.waiting.start(sequence)
+        sequence.lease = lease
+        insort(self.running, sequence, key=_rank)
+        plan.admitted.append(sequence)
+        plan.add(sequence, count)
+        return True
 
     def _extend_first(self, lease: CacheLease, count: int) -> bool:
         """Get a newcomer's first pages; held prefixes give way to it only if nothing else runs."""
@@ -153,27 +258,53 @@ class Scheduler:
                 return False
         return True
 
-    def _ready(self) -> Iterator[Sequence]:
-        for sequence in self.waiting.copy():
-            if sequence.awaits is None or sequence.awaits.done:
-                sequence.awaits = None
-                yield sequence
+    def _clear_the_way(self, sequence: Sequence, needed: int, plan: Schedule) -> bool:
+        """See that there are seats and pages for a sequence that needs so many, by takeover if it must be."""
+        if is_guaranteed(sequence):
+            reserved = sum(self._cache.pages_for(other.max_len) for other in self.running if is_guaranteed(other))
+            if reserved and reserved + self._cache.pages_for(sequence.max_len) > self._cache.num_pages:
+                return False
+        # Those that run will take what they lack for the tokens they know.
+        promised = sum(self._missing_pages(other, other.lease) for other in self.running if other.lease)
+        pages = needed + promised - self._cache.available_pages
+        seats = sequence.seats - self._free_seats()
+        if pages <= 0 and seats <= 0:
+            return True
+        victims = choose_victims(
+            [
+                (other, other.lease.sole_pages() + self._missing_pages(other, other.lease))
+                for other in self._outranked(sequence)
+                if other.lease
+            ],
+            pages,
+            seats,
+        )
+        for victim in victims or ():
+            self._preempt(victim, plan)
+        return victims is not None
+
+    def _outranked(self, sequence: Sequence) -> list[Sequence]:
+        """Running sequences whose seats and pages this one may take."""
+        priority = sequence.state.request.priority
+        return [
+            other
+            for other in self.running
+            if other.state.request.priority > priority and more_urgent(sequence, other) and not is_guaranteed(other)
+        ]
 
     def _open(self, sequence: Sequence) -> CacheLease:
         state = sequence.state
-        use_cache = state.request.params.use_prefix_cache
-        # Prompt logprobs need the logits of every prompt position, so such a prompt is computed anew.
+        # Such a prompt is computed anew.
         if state.prompt_logprobs_due:
             state.prompt_logprobs.clear()
         return self._cache.open(
-            sequence.ids, state.namespace, lookup=use_cache and not state.prompt_logprobs_due, publish=use_cache
+            sequence.ids, state.namespace, lookup=state.reads_cache, publish=state.request.params.use_prefix_cache
         )
 
-    def _missing_pages(self, sequence: Sequence) -> int:
-        """Pages that a sequence lacks for all of its known tokens and one more."""
-        assert sequence.lease is not None
-        return max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(sequence.lease.pages))
+    def _missing_pages(self, sequence: Sequence, lease: CacheLease) -> int:
+        """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
+        return max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
 
 
-def _age(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank

@@ -15,7 +15,9 @@ class RequestState:
     """A request in flight and its choices.
 
     Attributes:
-        order: arrival number; older requests go first and are preempted last.
+        order: arrival number; among equals, older requests go first and are preempted last.
+        level: ``priority + arrival step // ageing_steps``; lower goes first (see ``waiting``).
+        deadline: when it ends, finished or not; seconds of the engine's clock, None for never.
         max_tokens: tokens each choice may generate, after the context's and the pool's limits.
         sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
     """
@@ -32,6 +34,13 @@ class RequestState:
     completion_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_due: bool = False
+    level: int = 0
+    deadline: float | None = None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether stored prefixes may be hit. Prompt logprobs need the logits of every prompt position."""
+        return self.request.params.use_prefix_cache and not self.prompt_logprobs_due
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +54,12 @@ class Sequence:
         forks: choices still to be forked from this one once the prompt is computed (n - 1, then 0).
         awaits: another sequence computes this one's next page; worth waiting for.
         last_token_at: when the previous token was made.
+        preemptions: times it lost its seat.
+        bypasses: sequences behind it that started while it didn't fit.
+        blocked_at: step at which it first didn't fit; None before.
+        look_again: with ``pages_wanted``: until this step it is known to lack that many pages.
+        prompt_key: namespace and packed tokens while it waits for its first seat; empty if it shares nothing.
+        stored_tokens: prompt tokens that were cached when it arrived.
     """
 
     state: RequestState
@@ -57,11 +72,28 @@ class Sequence:
     lease: CacheLease | None = None
     awaits: PendingPage | None = None
     last_token_at: float | None = None
+    preemptions: int = 0
+    bypasses: int = 0
+    blocked_at: int | None = None
+    look_again: int = 0
+    pages_wanted: int = 0
+    prompt_key: bytes = b""
+    stored_tokens: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
         """Age: arrival, then choice. Smaller is older."""
         return self.state.order, self.index
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order of service: level, arrival, choice."""
+        return self.state.level, self.state.order, self.index
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that it may come to hold."""
+        return len(self.state.request.prompt_ids) + self.state.max_tokens
 
     @property
     def seats(self) -> int:

@@ -23,6 +23,7 @@ class ContiguousCacheManager:
     def __init__(self, *, num_pages: int, page_size: int, max_tokens: int) -> None:
         self.num_pages = num_pages
         self.hold_limit = 0
+        self.shares = False
         self.page_size = page_size
         self._reservation = -(-max_tokens // page_size)
         if self._reservation > num_pages:
@@ -45,6 +46,9 @@ class ContiguousCacheManager:
 
     def give_up_hold(self) -> bool:
         return False
+
+    def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
+        return 0
 
     @property
     def available_pages(self) -> int:
@@ -130,6 +134,10 @@ class ContiguousLease:
 
     def commit(self, count: int) -> None:
         self.computed += count
+
+    def sole_pages(self) -> int:
+        sole = sum(slot is not None and self._manager._held[slot] == 1 for slot in (self._slot, self._source))
+        return sole * self._manager._reservation
 
     def fork(self) -> ContiguousLease:
         child = ContiguousLease(self._manager)

@@ -54,6 +54,18 @@ class HashIndex(PageTree):
         self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
         return match
 
+    def stored_tokens(self, namespace: bytes, tokens: bytes) -> int:
+        """See ``RadixIndex.stored_tokens``."""
+        node, position, page_bytes = self._roots.get(namespace), 0, self.page_bytes
+        while node is not None and position + page_bytes <= len(tokens):
+            page = tokens[position : position + page_bytes]
+            entry = self._entries.get(self._keys.page(node.chain_key, page))
+            if entry is None or entry.parent is not node or entry.tokens != page:
+                break
+            node = entry
+            position += page_bytes
+        return position // TOKEN_BYTES
+
     def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:
         """See ``RadixIndex.insert``. Stops early, keeping fewer pages, where another page has taken the key."""
         kept: list[int] = []

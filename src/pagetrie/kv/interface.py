@@ -82,6 +82,10 @@ class CacheLease(Protocol):
         """The next ``count`` tokens are now computed: publish the pages they fill."""
         ...
 
+    def sole_pages(self) -> int:
+        """Pages that closing it would make available: held by this lease and no other."""
+        ...
+
     def fork(self) -> CacheLease:
         """A second lease on the same tokens and pages. Takes no page; the first to write a shared page copies it."""
         ...
@@ -115,6 +119,8 @@ class KVCache(Protocol):
     page_size: int
     hold_limit: int
     """Most pages that holds may pin together; 0 where nothing can be held."""
+    shares: bool
+    """Whether requests share stored prefixes."""
 
     def open(
         self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
@@ -136,6 +142,10 @@ class KVCache(Protocol):
 
     def give_up_hold(self) -> bool:
         """Release the least recently used hold, for a sequence that can't run otherwise. False if there is none."""
+        ...
+
+    def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
+        """How many leading ``tokens`` are stored now, in whole pages. Pins nothing and counts as no use: a hint."""
         ...
 
     @property

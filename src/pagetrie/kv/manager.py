@@ -51,8 +51,8 @@ class CacheManager:
         self.index: RadixIndex | HashIndex = (
             HashIndex(self.pool, page_size, ChainKeys(secret)) if index == "hash" else RadixIndex(self.pool, page_size)
         )
-        self._shares = index != "none"
-        self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self._shares else 0
+        self.shares = index != "none"
+        self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self.shares else 0
         self._holds = HoldBook(self.index, self.hold_limit)
         self._copies: list[tuple[int, int]] = []
         self._copied_pages = 0
@@ -64,11 +64,11 @@ class CacheManager:
     ) -> Lease:
         """See ``KVCache.open``. ``tokens`` holds at least one id."""
         packed = pack_tokens(tokens)
-        lookup = lookup and self._shares
+        lookup = lookup and self.shares
         limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
         match = self.index.match(namespace, packed, limit)
         self.index.pin(match.node)
-        lease = Lease(self, packed, match.root, match.node, publish=publish and self._shares)
+        lease = Lease(self, packed, match.root, match.node, publish=publish and self.shares)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
         lease.computed = len(match.pages) * self.page_size
@@ -89,6 +89,9 @@ class CacheManager:
 
     def give_up_hold(self) -> bool:
         return self._holds.give_up()
+
+    def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
+        return self.index.stored_tokens(namespace, pack_tokens(tokens)) if self.shares else 0
 
     @property
     def available_pages(self) -> int:
@@ -292,6 +295,12 @@ class Lease:
             self._publish = False
             self._manager._announce(self)
         return self._root.dead
+
+    def sole_pages(self) -> int:
+        manager = self._manager
+        references = manager.pool.references
+        private = sum(references[page] == 1 for page in self.pages[self._indexed :])
+        return private + manager.index.solely_pinned(self._node, self._partial and self._partial[1])
 
     def fork(self) -> Lease:
         manager = self._manager

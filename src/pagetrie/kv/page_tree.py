@@ -147,6 +147,18 @@ class PageTree:
             parent.active_children -= 1
             node = parent
 
+    def solely_pinned(self, node: Node, partial_owner: Node | None) -> int:
+        """Pages that would turn from active to cached if one pin left ``node`` and one its child ``partial_owner``."""
+        count = leaving = 0
+        if partial_owner is not None and partial_owner.pins == 1 and not partial_owner.active_children:
+            count, leaving = len(partial_owner.pages), 1
+        pins = 1
+        current: Node | None = node
+        while current is not None and current.pins == pins and current.active_children == leaving:
+            count += len(current.pages)
+            current, pins, leaving = current.parent, 0, 1
+        return count
+
     def touch(self, node: Node) -> None:
         """Mark the path from the root to ``node`` as used now."""
         tick = next(self._ticks)

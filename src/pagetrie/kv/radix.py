@@ -45,6 +45,21 @@ class RadixIndex(PageTree):
         self._match_partial(match, tokens[position : min(position + page_bytes, limit)])
         return match
 
+    def stored_tokens(self, namespace: bytes, tokens: bytes) -> int:
+        """Leading tokens of ``tokens`` (u32 LE) that whole stored pages hold. Changes nothing."""
+        node, position, page_bytes = self._roots.get(namespace), 0, self.page_bytes
+        while node is not None:
+            key = tokens[position : position + page_bytes]
+            place = bisect_left(node.keys, key)
+            if len(key) < page_bytes or place == len(node.keys) or node.keys[place] != key:
+                break
+            node = node.children[place]
+            shared = common_prefix(node.tokens, tokens, position, len(tokens))
+            position += shared - shared % page_bytes
+            if shared < len(node.tokens):
+                break
+        return position // TOKEN_BYTES
+
     def insert(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, list[int]]:
         """Publish full pages below ``node``, which the caller has pinned once.
 
