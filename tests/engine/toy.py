@@ -11,7 +11,7 @@ from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.params import SamplingParams
-from pagetrie.engine.request import Request
+from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
 from pagetrie.kv import CacheManager
 from pagetrie.kv.pool import FREE, PRIVATE
@@ -134,10 +134,18 @@ class World:
         vocabulary: ToyVocabulary | None = None,
         next_token: Callable[[Sequence[int], SampleSpec], int] = toy_next,
         observer: EngineObserver | None = None,
+        clock: Callable[[], float] | None = None,
+        hold_limit: int | None = None,
+        max_contexts: int = 256,
     ) -> None:
-        self.cache = CacheManager(num_pages=num_pages, page_size=page_size, index=index)  # type: ignore[arg-type]
+        self.cache = CacheManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            index=index,  # type: ignore[arg-type]
+            hold_limit=hold_limit,
+        )
         self.runner = ToyRunner(self.cache, next_token)
-        ticks = count()
+        ticks, context_numbers = count(), count(1)
         self.engine = Engine(
             runner=self.runner,
             cache=self.cache,
@@ -149,17 +157,28 @@ class World:
                 max_queue=queue,
                 ageing_steps=ageing,
                 max_bypass=bypass,
+                max_contexts=max_contexts,
             ),
-            clock=lambda: float(next(ticks)),
+            clock=clock or (lambda: float(next(ticks))),
             rng=random.Random(0),
             observer=observer,
+            new_context_id=lambda: f"c{next(context_numbers)}",
         )
         self.seen: dict[str, Collected] = {}
 
-    def add(self, request_id: str, prompt: Sequence[int], salt: str = "", priority: int = 0, **params: object) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        salt: str = "",
+        priority: int = 0,
+        *,
+        context: ContextUse | None = None,
+        **params: object,
+    ) -> None:
         params.setdefault("temperature", 0.0)
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority))
+        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority, context))
         self.seen[request_id] = Collected()
 
     def step(self) -> list[RequestOutput]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagetrie.engine.contexts import Contexts
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
 from pagetrie.engine.request import MAX_PRIORITY, MIN_PRIORITY, Request
@@ -38,6 +40,7 @@ class EngineConfig:
         ageing_steps: steps of waiting that are worth one level of priority; also how long smaller requests may pass
             one that doesn't fit.
         max_bypass: how many may pass it.
+        max_contexts: contexts that one owner may keep.
         model_fingerprint: part of every page's namespace.
     """
 
@@ -47,6 +50,7 @@ class EngineConfig:
     max_queue: int = 1024
     ageing_steps: int = 256
     max_bypass: int = 32
+    max_contexts: int = 256
     model_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -68,6 +72,10 @@ class Engine:
         clock: seconds, for reports only; decisions never depend on it.
         rng: draws seeds for requests that bring none.
         observer: hears what happens.
+        new_context_id: makes the ids of contexts, which must be unguessable.
+
+    Attributes:
+        contexts: what requests may start from; see ``Contexts``.
     """
 
     def __init__(
@@ -80,6 +88,7 @@ class Engine:
         clock: Callable[[], float],
         rng: random.Random,
         observer: EngineObserver | None = None,
+        new_context_id: Callable[[], str] = lambda: f"ctx-{secrets.token_urlsafe(24)}",
     ) -> None:
         self.config = config
         self._runner = runner
@@ -96,6 +105,13 @@ class Engine:
             max_bypass=config.max_bypass,
         )
         self._states: dict[str, RequestState] = {}
+        self.contexts = Contexts(
+            cache,
+            namespace=self._namespace,
+            clock=clock,
+            new_id=new_context_id,
+            max_per_owner=config.max_contexts,
+        )
         self._arrivals = 0
         # A sequence can neither outgrow the context nor an otherwise empty pool.
         self.max_len = min(config.max_model_len, cache.num_pages * cache.page_size)
@@ -135,6 +151,12 @@ class Engine:
             raise InvalidRequestError(
                 f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {request.priority}", param="priority"
             )
+        if request.context is not None and request.context.append and (params.n > 1 or params.stop):
+            raise InvalidRequestError(
+                "only one choice without stop strings can be appended to a context: "
+                f"n is {params.n}, and a stop string would end the text inside a token",
+                param="append",
+            )
         if params.n > self.config.max_num_seqs:
             raise InvalidRequestError(
                 f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
@@ -153,6 +175,8 @@ class Engine:
         if self.num_waiting >= self.config.max_queue:
             raise QueueFullError(self.config.max_queue)
         params = request.params
+        use = request.context
+        context = None if use is None else self.contexts.begin(use.owner, use.id, append=use.append)
         room = self.max_len - len(request.prompt_ids)
         state = RequestState(
             request=request,
@@ -162,6 +186,7 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
             level=self._scheduler.level(request.priority),
+            context=context,
         )
         self._arrivals += 1
         seed = self._rng.getrandbits(64) if params.seed is None else params.seed
@@ -216,6 +241,7 @@ class Engine:
         A failure of the runner ends the requests in the step with an error and leaves the others untouched.
         """
         started = self._clock()
+        self.contexts.expire()
         plan = self._scheduler.schedule()
         for sequence in plan.admitted:
             self._on_admitted(sequence, started)
@@ -391,8 +417,21 @@ class Engine:
         state.sequences.remove(sequence)
         if not state.sequences:
             self._output(state, outputs).finished = True
+            self._leave_context(sequence, reason)
             del self._states[state.request.request_id]
         self._report_finish(sequence, reason)
+
+    def _leave_context(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The last choice of a request on a context has ended and given its pages back; the hold follows at once."""
+        context, use = sequence.state.context, sequence.state.request.context
+        if context is None or use is None:
+            return
+        if not use.append or reason not in ("stop", "length"):
+            self.contexts.end(context, append=use.append)
+            return
+        stream = self._text(sequence.state)
+        text = "".join(map(stream.push, sequence.output_ids)) + stream.finish()
+        self.contexts.end(context, append=True, ids=sequence.ids, note=use.note(text))
 
     def _end(self, state: RequestState, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
         """End all choices of a request at once."""

@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import RequestOutput
@@ -22,6 +24,8 @@ from pagetrie.kv import ResetReport
 __all__ = ["EngineLoop", "EngineSnapshot", "RequestStream", "ResetReport"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class EngineSnapshot:
     page_size: int
     evicted_pages: int
     cow_copies: int
+    pinned_pages: int
+    contexts: int
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -131,13 +137,33 @@ class EngineLoop:
 
     async def reset_prefix_cache(self) -> ResetReport:
         """Forget every stored prefix, between two steps."""
+        return await self.ask(Engine.reset_prefix_cache)
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """Call a function with the engine on its thread, between two steps, and return what it returns.
+
+        It is called even if the caller is cancelled meanwhile.
+
+        Raises:
+            EngineError: the engine is shutting down.
+            PagetrieError: what the function raises.
+        """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[ResetReport] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
-        def reset() -> None:
-            loop.call_soon_threadsafe(future.set_result, self._engine.reset_prefix_cache())
+        def answer() -> None:
+            try:
+                settle = partial(future.set_result, question(self._engine))
+            except Exception as error:  # noqa: BLE001 - handed to who asked
+                settle = partial(future.set_exception, error)
+            with contextlib.suppress(RuntimeError):  # that event loop has been closed: nobody listens any more
+                loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
-        self._post(reset)
+        with self._wake:
+            if self._stopped or not self.is_alive():
+                raise EngineError("the server is shutting down")
+            self._commands.append(answer)
+            self._wake.notify()
         return await future
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
@@ -176,9 +202,11 @@ class EngineLoop:
             with self._wake:
                 while not (self._commands or self._engine.has_work or self._stopped):
                     self._tell_idle()
-                    self._wake.wait()
+                    if not self._wake.wait(self._engine.contexts.seconds_to_expiry()):
+                        break
                 commands, self._commands = self._commands, []
                 stopped = self._stopped
+            self._engine.contexts.expire()
             for command in commands:
                 command()
             if stopped:
@@ -243,6 +271,8 @@ class EngineLoop:
             page_size=engine.page_size,
             evicted_pages=stats.evicted_pages,
             cow_copies=stats.copied_pages,
+            pinned_pages=stats.pinned_pages,
+            contexts=len(engine.contexts),
         )
 
 

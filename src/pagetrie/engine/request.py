@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagetrie.engine.params import SamplingParams
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
+
+
+@dataclass(frozen=True, slots=True)
+class ContextUse:
+    """The context that a request starts from; its ids are the prompt's first.
+
+    Attributes:
+        id, owner: which one.
+        append: the context becomes prompt and answer once the request has ended well.
+        note: what the context is to carry then, made from the answer's text.
+    """
+
+    id: str
+    owner: str
+    append: bool = False
+    note: Callable[[str], object] = lambda _: None
 
 
 @dataclass(slots=True)
@@ -22,6 +38,7 @@ class Request:
             have none.
         priority: lower is served first; between ``MIN_PRIORITY`` and ``MAX_PRIORITY``. A request that has waited for
             ``ageing_steps`` steps longer counts as one lower.
+        context: what it starts from, if that is to be kept.
     """
 
     request_id: str
@@ -29,3 +46,4 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace_salt: str = ""
     priority: int = 0
+    context: ContextUse | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagetrie.engine.contexts import Context
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.engine.text_stream import TextStream
@@ -36,6 +37,7 @@ class RequestState:
     prompt_logprobs_due: bool = False
     level: int = 0
     deadline: float | None = None
+    context: Context | None = None
 
     @property
     def reads_cache(self) -> bool:
