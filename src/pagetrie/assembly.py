@@ -119,6 +119,7 @@ def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "")
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_queue=settings.max_queue,
+        max_contexts=settings.max_contexts,
         model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}",
     )
 
@@ -170,6 +171,7 @@ def _cache(settings: Settings, num_pages: int, max_model_len: int) -> KVCache:
         page_size=settings.page_size,
         index=settings.prefix_index,
         secret=secrets.token_bytes(KEY_BYTES),
+        hold_limit=int(settings.max_pinned * num_pages),
     )
 
 

@@ -103,6 +103,10 @@ class Settings(BaseSettings):
         "paged", "contiguous reserves the whole context for every sequence and shares nothing: the baseline.", CACHE
     )
 
+    max_pinned: float = _option(
+        0.5, "Share of the pool that contexts and pinned prefixes may keep from eviction.", CACHE, ge=0, le=1
+    )
+
     max_model_len: int | None = _option(
         None,
         "Longest prompt plus output, in tokens; at most the model's context and what the pool holds.",
@@ -115,12 +119,19 @@ class Settings(BaseSettings):
         512, "Token budget of a step; longer prompts are computed in chunks.", ENGINE, ge=1
     )
     max_queue: int = _option(1024, "Requests that may wait for a seat; more are refused (429).", ENGINE, ge=1)
+    max_contexts: int = _option(256, "Contexts that one client may keep; more are refused (429).", ENGINE, ge=1)
     threads: int | None = _option(None, "Threads that compute.", ENGINE, shown="the physical cores", ge=1, le=1024)
     seed: int | None = _option(None, "Seeds the requests that bring no seed of their own.", ENGINE, shown="random")
 
     host: str = _option("127.0.0.1", "Address to listen on.", SERVER, min_length=1)
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", SERVER, ge=0, le=65535)
     max_body_size: Size = _option("8MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
+    context_ttl: float = _option(
+        600, "Seconds that a context lives after its last use, unless it was made with another number.", SERVER, gt=0
+    )
+    warm: Path | None = _option(
+        None, "A JSONL file of prompts to compute, and perhaps pin, before the server is ready.", SERVER, shown="none"
+    )
     shutdown_timeout: float = _option(
         30, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
     )

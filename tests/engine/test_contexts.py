@@ -48,7 +48,7 @@ class Branches(World):
 
     def start(self, context: Context, more: Sequence[int] = (), *, append: bool = False, **params: object) -> str:
         name = f"r{next(self.numbers)}"
-        use = ContextUse(context.id, context.owner, append, note=lambda text: f"wrote {text}")
+        use = ContextUse(context.id, context.owner, append, context.version, note=lambda text: f"wrote {text}")
         self.add(name, [*context.ids, *more], context=use, **params)
         return name
 
@@ -129,6 +129,9 @@ def test_one_request_appends_at_a_time_and_others_read_meanwhile() -> None:
     assert (refused.value.status, refused.value.code) == (409, "context_busy")
     other = world.start(context, [6], max_tokens=4)
     world.run()
+    late = ContextUse(context.id, "me", append=True, version=0)
+    with pytest.raises(InvalidRequestError, match="has meanwhile appended"):
+        world.add("late", [*prompt(1, 10), 6], context=late)
     assert world.seen[other].tokens[0] == expected([*prompt(1, 10), 6], 4)
     assert world.seen[name].tokens[0] == context.ids[11:]
     world.generate(context, [6], append=True, max_tokens=1)
@@ -252,7 +255,7 @@ def test_limits_per_owner_and_for_all_are_told() -> None:
 
 def test_pinned_pages_are_limited_and_an_answer_beyond_the_limit_is_kept_as_tokens() -> None:
     world = Branches(num_pages=32, hold_limit=6)
-    with pytest.raises(HoldLimitError, match="may take 6 pages, 0 are taken and this one adds 7"):
+    with pytest.raises(InvalidRequestError, match="takes 7 pages, but all pinned prefixes together may take 6"):
         world.engine.contexts.create("me", prompt(1, 28))
     context = world.create(prompt(1, 16))
     other = world.engine.contexts.create("me", prompt(2, 16))
@@ -365,9 +368,9 @@ class ContextMachine(RuleBasedStateMachine):
         self.used(context)
         if append and (context, True) in self.busy:
             with pytest.raises(InvalidRequestError):
-                self.contexts.begin(context.owner, context.id, append=True)
+                self.contexts.begin(ContextUse(context.id, context.owner, True, context.version))
         else:
-            assert self.contexts.begin(context.owner, context.id, append=append) is context
+            assert self.contexts.begin(ContextUse(context.id, context.owner, append, context.version)) is context
             self.busy.append((context, append))
 
     @precondition(lambda self: self.busy)

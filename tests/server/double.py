@@ -89,6 +89,8 @@ class Snapshot:
     page_size: int = 16
     evicted_pages: int = 5
     cow_copies: int = 3
+    pinned_pages: int = 4
+    contexts: int = 2
 
 
 @dataclass(frozen=True)

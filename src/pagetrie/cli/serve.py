@@ -43,6 +43,7 @@ def serve(settings: Settings) -> None:
         max_model_len=parts.max_model_len,
         metrics=made[0],
         max_body_bytes=settings.max_body_size,
+        context_ttl=settings.context_ttl,
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
     run_until_stopped(

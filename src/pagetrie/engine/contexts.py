@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pagetrie.engine.request import ContextUse
 from pagetrie.errors import HoldLimitError, InvalidRequestError
 from pagetrie.kv import CacheHold, KVCache
 
@@ -32,6 +33,7 @@ class Context:
         hold: its pages, as far as they are held.
         users: requests in flight on it; it doesn't expire under them.
         growing: one of them appends to it.
+        version: how often it has been appended to.
         closed: deleted or expired.
     """
 
@@ -45,6 +47,7 @@ class Context:
     hold: CacheHold | None = None
     users: int = 0
     growing: bool = False
+    version: int = 0
     closed: bool = False
 
     @property
@@ -99,15 +102,19 @@ class Contexts:
         """A context without a hold yet: it gets one by the first request on it.
 
         Raises:
-            InvalidRequestError: 400 where nothing can be held, 429 at the owner's limit.
-            HoldLimitError: it could never be held whole.
+            InvalidRequestError: 400 for what can never be held, 429 at the owner's limit.
         """
         self._refuse_over_limit(owner, 1)
         if not self._cache.hold_limit:
             raise InvalidRequestError(str(HoldLimitError(adds=0, pinned=0, limit=0)), code="contexts_unavailable")
         pages = self._cache.pages_for(len(ids))
         if pages > self._cache.hold_limit:
-            raise HoldLimitError(adds=pages, pinned=self._cache.stats().pinned_pages, limit=self._cache.hold_limit)
+            raise InvalidRequestError(
+                f"a context of {len(ids)} tokens takes {pages} pages, but all pinned prefixes together may take "
+                f"{self._cache.hold_limit}",
+                param="prompt",
+                code="context_too_large",
+            )
         return self._add(owner, salt, ids, ttl, note, None)
 
     def get(self, owner: str, context_id: str) -> Context:
@@ -176,25 +183,35 @@ class Contexts:
         """Until the next context may end, at least 0; None if none will."""
         return None if self._next_expiry == math.inf else max(0.0, self._next_expiry - self._clock())
 
+    def seconds_left(self, context: Context) -> float:
+        """Until a context ends unless it's used."""
+        return max(0.0, context.expires - self._clock())
+
     # -- requests on contexts ----------------------------------------------------------------------------------------
 
-    def begin(self, owner: str, context_id: str, *, append: bool) -> Context:
+    def begin(self, use: ContextUse) -> Context:
         """A request starts on a context.
 
         Raises:
-            InvalidRequestError: 404; 409 if it appends while another one does.
+            InvalidRequestError: 404; 409 if it appends while another one does, or after one did that it knows not of.
         """
-        context = self.get(owner, context_id)
-        if append and context.growing:
+        context = self.get(use.owner, use.id)
+        if use.append:
+            self.check_free(context, use.version)
+            context.growing = True
+        context.users += 1
+        return context
+
+    def check_free(self, context: Context, version: int) -> None:
+        """Raises InvalidRequestError (409) unless a request that knows this version may append."""
+        if context.growing or context.version != version:
+            happens = "is appending" if context.growing else "has meanwhile appended"
             raise InvalidRequestError(
-                f"Another request is appending to context '{context_id}'; wait for it, or fork the context.",
+                f"Another request {happens} to context '{context.id}'; wait for it, or fork the context.",
                 param="context",
                 code="context_busy",
                 status=409,
             )
-        context.growing = context.growing or append
-        context.users += 1
-        return context
 
     def end(self, context: Context, *, append: bool, ids: list[int] | None = None, note: object = None) -> None:
         """A request on a context has ended.
@@ -211,6 +228,7 @@ class Contexts:
             return
         if append and ids is not None:
             held, before = context.hold, context.ids
+            context.version += 1
             context.ids, context.note, context.hold = ids, note, None
             if held is not None:
                 held.release()

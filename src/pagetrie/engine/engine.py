@@ -176,7 +176,7 @@ class Engine:
             raise QueueFullError(self.config.max_queue)
         params = request.params
         use = request.context
-        context = None if use is None else self.contexts.begin(use.owner, use.id, append=use.append)
+        context = None if use is None else self.contexts.begin(use)
         room = self.max_len - len(request.prompt_ids)
         state = RequestState(
             request=request,

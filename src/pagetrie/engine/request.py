@@ -17,12 +17,14 @@ class ContextUse:
     Attributes:
         id, owner: which one.
         append: the context becomes prompt and answer once the request has ended well.
+        version: the context's when the prompt was made; one that appends is refused if others did since.
         note: what the context is to carry then, made from the answer's text.
     """
 
     id: str
     owner: str
     append: bool = False
+    version: int = 0
     note: Callable[[str], object] = lambda _: None
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
 from pagetrie.errors import PagetrieError
-from pagetrie.server import chat, completions, tokenization
+from pagetrie.server import chat, completions, contexts, tokenization
 from pagetrie.server.context import HttpError, ServerContext
 from pagetrie.server.disconnect import ClientGoneError
 from pagetrie.server.engine_api import Engine
@@ -42,6 +42,7 @@ def create_app(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     prepare_threads: int = 4,
     system_fingerprint: str | None = None,
+    context_ttl: float = 600.0,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> FastAPI:
@@ -58,6 +59,7 @@ def create_app(
         max_body_bytes: larger request bodies get 413.
         prepare_threads: threads that parse, render and tokenise ordinary requests.
         system_fingerprint: told in every answer.
+        context_ttl: seconds that a context lives after its last use unless it asks for another number.
         clock: seconds since the epoch, for ``created``.
         new_id: the random part of request ids.
     """
@@ -76,6 +78,7 @@ def create_app(
         new_id=new_id,
         workers=WorkerPool(prepare_threads),
         names=TokenNames(tokenizer),
+        context_ttl=context_ttl,
     )
     metrics.bind(loop.snapshot)
 
@@ -95,6 +98,7 @@ def create_app(
     app.add_middleware(AccessLog)
     _add_error_handlers(app)
     _add_generation_routes(app, context)
+    _add_context_routes(app, context)
     _add_service_routes(app, context)
     return app
 
@@ -115,6 +119,32 @@ def _add_generation_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
         return await tokenization.detokenize(context, request)
+
+
+def _add_context_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/contexts")
+    async def create(request: Request) -> Response:
+        return await contexts.create(context, request)
+
+    @app.get("/v1/contexts")
+    async def show_all(request: Request) -> Response:
+        return await contexts.show_all(context, request)
+
+    @app.get("/v1/contexts/{context_id}")
+    async def show(request: Request, context_id: str) -> Response:
+        return await contexts.show(context, request, context_id)
+
+    @app.delete("/v1/contexts/{context_id}")
+    async def delete(request: Request, context_id: str) -> Response:
+        return await contexts.delete(context, request, context_id)
+
+    @app.post("/v1/contexts/{context_id}/fork")
+    async def fork(request: Request, context_id: str) -> Response:
+        return await contexts.fork(context, request, context_id)
+
+    @app.post("/v1/contexts/{context_id}/append")
+    async def append(request: Request, context_id: str) -> Response:
+        return await contexts.append(context, request, context_id)
 
 
 def _add_service_routes(app: FastAPI, context: ServerContext) -> None:

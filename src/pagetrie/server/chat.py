@@ -11,6 +11,7 @@ from starlette.responses import Response
 from pagetrie.engine.params import SamplingParams
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
+from pagetrie.server.contexts import start_chat
 from pagetrie.server.disconnect import unless_disconnected
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.logprobs import chat_logprobs
@@ -29,7 +30,11 @@ async def chat_completions(context: ServerContext, http: HttpRequest) -> Respons
 
 async def _answer(context: ServerContext, body: bytes, request_id: str) -> Response:
     request, params, prompt, model = await context.workers.run(len(body), lambda: _prepare(context, body))
-    outputs = await context.submit(request_id, [prompt], params, request.cache_salt)
+    use = None
+    if prompt is None:
+        start = await start_chat(context, request)
+        prompt, use = start.prompt, start.use
+    outputs = await context.submit(request_id, [prompt], params, request.cache_salt, use)
     if request.stream:
         head = context.head("chat.completion.chunk", request_id, model)
         with_logprobs = params.logprobs is not None
@@ -58,10 +63,13 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
     return Response(content, media_type="application/json", headers={"x-request-id": request_id})
 
 
-def _prepare(context: ServerContext, body: bytes) -> tuple[ChatRequest, SamplingParams, Prompt, str]:
+def _prepare(context: ServerContext, body: bytes) -> tuple[ChatRequest, SamplingParams, Prompt | None, str]:
+    """No prompt yet if the request starts from a context."""
     request = ChatRequest.parse(body)
     model = context.check_model(request.model)
     params = request.sampling(context.tokenizer)
+    if request.context is not None:
+        return request, params, None, model
     prompt = chat_prompt(request, context.template(), context.tokenizer, bool(request.add_special_tokens))
     return request, params, prompt, model
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pagetrie.engine.params import SamplingParams
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
+from pagetrie.server.contexts import start_completion
 from pagetrie.server.disconnect import unless_disconnected
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.logprobs import LegacyLogprobs, join_blocks
@@ -30,8 +31,12 @@ async def completions(context: ServerContext, http: HttpRequest) -> Response:
 
 async def _answer(context: ServerContext, body: bytes, request_id: str) -> Response:
     request, params, prompts, model = await context.workers.run(len(body), lambda: _prepare(context, body))
+    use = None
+    if request.context is not None:
+        start = await start_completion(context, request, params.skip_special_tokens)
+        prompts, use = [start.prompt], start.use
     echo = _Echo(prompts, params.n) if request.echo else None
-    outputs = await context.submit(request_id, prompts, params, request.cache_salt)
+    outputs = await context.submit(request_id, prompts, params, request.cache_salt, use)
     count = len(prompts) * params.n
     if request.stream:
         head = context.head("text_completion", request_id, model)
@@ -63,9 +68,12 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
 
 
 def _prepare(context: ServerContext, body: bytes) -> tuple[CompletionRequest, SamplingParams, list[Prompt], str]:
+    """No prompts yet if the request starts from a context."""
     request = CompletionRequest.parse(body)
     model = context.check_model(request.model)
     params = request.sampling(context.tokenizer)
+    if request.context is not None:
+        return request, params, [], model
     add_special = request.add_special_tokens is not False
     prompts = completion_prompts(request.prompt, context.tokenizer, add_special, params.skip_special_tokens)
     return request, params, prompts, model

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from pagetrie.engine.params import SamplingParams
-from pagetrie.engine.request import Request
+from pagetrie.engine.request import ContextUse, Request
 from pagetrie.errors import EngineError, InvalidRequestError
 from pagetrie.server.engine_api import Engine, Source
 from pagetrie.server.errors import ServerStoppingError, http_error, model_not_found
@@ -48,6 +48,7 @@ class ServerContext:
     new_id: Callable[[], str]
     workers: WorkerPool
     names: TokenNames
+    context_ttl: float
     stopping: bool = False
 
     def check_available(self) -> None:
@@ -84,9 +85,14 @@ class ServerContext:
         return self.chat_template
 
     async def submit(
-        self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, salt: str | None
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        salt: str | None,
+        use: ContextUse | None = None,
     ) -> OutputStream:
-        """Queue all prompts of an API request, or none.
+        """Queue all prompts of an API request, or none. ``use`` is the context that its one prompt starts from.
 
         Raises:
             InvalidRequestError, QueueFullError, EngineError: from the engine.
@@ -101,6 +107,7 @@ class ServerContext:
                     prompt_ids=prompt.ids,
                     params=params,
                     namespace_salt=salt or "",
+                    context=use,
                 )
                 sources.append(await self.loop.submit(request))
         except BaseException:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
 
+from pagetrie.engine.engine import Engine as CoreEngine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.request import Request
+
+T = TypeVar("T")
 
 
 class Snapshot(Protocol):
@@ -30,6 +33,10 @@ class Snapshot(Protocol):
     def evicted_pages(self) -> int: ...
     @property
     def cow_copies(self) -> int: ...
+    @property
+    def pinned_pages(self) -> int: ...
+    @property
+    def contexts(self) -> int: ...
 
 
 class Reset(Protocol):
@@ -69,6 +76,10 @@ class Engine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> Reset: ...
+
+    async def ask(self, question: Callable[[CoreEngine], T]) -> T:
+        """Call a function with the engine between two steps; returns or raises what it does."""
+        ...
 
     def snapshot(self) -> Snapshot: ...
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from pagetrie.errors import EngineError, InvalidRequestError, PagetrieError, QueueFullError
+from pagetrie.errors import EngineError, HoldLimitError, InvalidRequestError, PagetrieError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
@@ -51,6 +51,8 @@ def to_api_error(error: BaseException) -> ApiError:
         case QueueFullError():
             retry = {"retry-after": str(RETRY_AFTER_SECONDS)}
             return ApiError(429, str(error), "rate_limit_error", None, "rate_limit_exceeded", retry)
+        case HoldLimitError():
+            return ApiError(429, str(error), "rate_limit_error", None, "pinned_pages_limit")
         case ServerStoppingError():
             retry = {"retry-after": str(RETRY_AFTER_SECONDS)}
             return ApiError(503, str(error), "server_error", None, "service_unavailable", retry)
@@ -62,7 +64,7 @@ def to_api_error(error: BaseException) -> ApiError:
 
 def is_expected(error: BaseException) -> bool:
     """Whether an exception is the client's business or a known state; others belong in the log with a traceback."""
-    return isinstance(error, InvalidRequestError | QueueFullError | ServerStoppingError)
+    return isinstance(error, InvalidRequestError | HoldLimitError | QueueFullError | ServerStoppingError)
 
 
 def http_error(status: int, detail: str, headers: dict[str, str] | None = None) -> ApiError:

@@ -227,6 +227,10 @@ class Metrics(EngineObserver):
         for state, count in (("free", now.free_pages), ("active", now.active_pages), ("cached", now.cached_pages)):
             pages.add_metric((*values, state), count)
         yield pages
+        yield gauge(
+            "pagetrie:pinned_pages", "Active pages that contexts and pins keep from eviction.", now.pinned_pages
+        )
+        yield gauge("pagetrie:contexts", "Contexts kept.", now.contexts)
         for name, text, count in (
             ("pagetrie:evicted_pages", "Cached pages given to other use.", now.evicted_pages),
             ("pagetrie:copy_on_write_copies", "Pages copied because two owners diverged in them.", now.cow_copies),

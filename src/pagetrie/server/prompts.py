@@ -30,20 +30,15 @@ def chat_prompt(request: ChatFields, template: ChatTemplateLike, tokenizer: Toke
     Raises:
         InvalidRequestError: a message is malformed or the template refuses the conversation.
     """
-    kwargs = request.chat_template_kwargs or {}
-    for name in RESERVED_TEMPLATE_NAMES:
-        if name in kwargs:
-            raise InvalidRequestError(
-                f"chat_template_kwargs can't hold '{name}'; give it as a field.", param="chat_template_kwargs"
-            )
+    variables = template_variables(request)
     continue_final = bool(request.continue_final_message)
     generate = not continue_final if request.add_generation_prompt is None else request.add_generation_prompt
     text = template.render(
-        _messages(request.messages),
-        _tools(request.tools),
+        chat_messages(request.messages),
+        chat_tools(request.tools),
         add_generation_prompt=generate,
         continue_final_message=continue_final,
-        **kwargs,
+        **variables,
     )
     return Prompt(_not_empty(tokenizer.encode(text, add_special=add_special), "messages"), text)
 
@@ -61,20 +56,49 @@ def completion_prompts(value: Any, tokenizer: TokenizerLike, add_special: bool, 
         raise InvalidRequestError(f"At most {MAX_PROMPTS} prompts are allowed, got {len(prompts)}.", param="prompt")
     result = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            ids = _not_empty(tokenizer.encode(prompt, add_special=add_special), "prompt")
-            result.append(Prompt(ids, prompt))
-        elif is_list_of(prompt, int):
-            ids = _not_empty(prompt, "prompt")
-            tokenizer.check_ids(ids, param="prompt")
-            result.append(Prompt(ids, tokenizer.decode(ids, skip_special=skip_special)))
-        else:
-            raise InvalidRequestError(
-                "'prompt' must be a string, an array of strings, an array of token ids or an array of such arrays.",
-                param="prompt",
-                code="invalid_type",
-            )
+        ids = _ids(
+            prompt,
+            tokenizer,
+            add_special,
+            "a string, an array of strings, an array of token ids or an array of such arrays",
+        )
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special=skip_special)
+        result.append(Prompt(_not_empty(ids, "prompt"), text))
     return result
+
+
+def one_prompt(value: Any, tokenizer: TokenizerLike, add_special: bool) -> list[int]:
+    """The tokens of one text, or one list of token ids; none of null.
+
+    Raises:
+        InvalidRequestError: another type, or an id outside the vocabulary.
+    """
+    return [] if value is None else _ids(value, tokenizer, add_special, "a string or an array of token ids")
+
+
+def _ids(value: Any, tokenizer: TokenizerLike, add_special: bool, forms: str) -> list[int]:
+    if isinstance(value, str):
+        return tokenizer.encode(value, add_special=add_special)
+    if not is_list_of(value, int):
+        raise InvalidRequestError(f"'prompt' must be {forms}.", param="prompt", code="invalid_type")
+    ids: list[int] = value
+    tokenizer.check_ids(ids, param="prompt")
+    return ids
+
+
+def template_variables(request: ChatFields) -> dict[str, Any]:
+    """What a request gives the template besides messages and tools.
+
+    Raises:
+        InvalidRequestError: a name that has a field of its own.
+    """
+    variables = request.chat_template_kwargs or {}
+    for name in RESERVED_TEMPLATE_NAMES:
+        if name in variables:
+            raise InvalidRequestError(
+                f"chat_template_kwargs can't hold '{name}'; give it as a field.", param="chat_template_kwargs"
+            )
+    return variables
 
 
 def _not_empty(ids: list[int], param: str) -> list[int]:
@@ -83,7 +107,8 @@ def _not_empty(ids: list[int], param: str) -> list[int]:
     return ids
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
+def chat_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Function schemas; None for none. Raises InvalidRequestError for anything but a list of objects."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -91,7 +116,8 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return value
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def chat_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages as templates expect them. Raises InvalidRequestError for what isn't a list of well-formed messages."""
     if not isinstance(value, list):
         code = "missing_required_parameter" if value is None else "invalid_type"
         raise InvalidRequestError("'messages' must be an array of messages.", param="messages", code=code)

@@ -19,6 +19,8 @@ from pagetrie.server.text_api import TokenizerLike
 
 DEFAULT_COMPLETION_TOKENS = 16
 INT64 = 2**63
+MAX_TTL = 7 * 86400
+"""Longest time to live of a context, in seconds."""
 
 
 class StreamOptions(BaseModel):
@@ -87,6 +89,8 @@ class GenerationRequest(ApiRequest):
     cache_salt: str | None = None
     cache_prompt: bool | None = None
     add_special_tokens: bool | None = None
+    context: str | None = None
+    append: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -101,6 +105,8 @@ class GenerationRequest(ApiRequest):
             raise InvalidRequestError(
                 "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
             )
+        if self.append and self.context is None:
+            raise InvalidRequestError("'append' needs a 'context' to append to.", param="append")
         _check_response_format(self.response_format)
 
     def _sampling(
@@ -223,6 +229,49 @@ class TokenizeRequest(ChatFields):
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
+
+
+class ContextFields(ChatFields):
+    """What a context is made of or grows by: a prompt or messages."""
+
+    prompt: Any = None
+    cache_salt: str | None = Field(default=None, min_length=1)
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Exactly one of 'prompt' and 'messages' is needed.", param="prompt")
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"'{name}' has no place here: a context ends with a whole message.", param=name
+                )
+
+
+class CreateRequest(ContextFields):
+    """POST /v1/contexts."""
+
+    ttl: float | None = Field(default=None, gt=0, le=MAX_TTL)
+    add_special_tokens: bool | None = None
+
+
+class AppendRequest(ContextFields):
+    """POST /v1/contexts/{id}/append."""
+
+    def check(self) -> None:
+        super().check()
+        if self.tools is not None or self.chat_template_kwargs is not None:
+            raise InvalidRequestError(
+                "'tools' and 'chat_template_kwargs' are the context's; give them where it is made.", param="tools"
+            )
+
+
+class ForkRequest(ApiRequest):
+    """POST /v1/contexts/{id}/fork."""
+
+    n: int | None = None
+    ttl: float | None = Field(default=None, gt=0, le=MAX_TTL)
+    cache_salt: str | None = Field(default=None, min_length=1)
 
 
 class DetokenizeRequest(ApiRequest):
