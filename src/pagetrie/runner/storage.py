@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -53,7 +55,7 @@ class PageStorage:
             )
         size, head_dim = page_size, config.head_dim
         shape = (num_pages, config.n_layers, 2, config.n_kv_heads, size * head_dim)
-        self.data = torch.empty(shape, dtype=_TORCH_DTYPES[dtype])
+        self.data = _reserve(self.bytes_per_page * num_pages).view(_TORCH_DTYPES[dtype]).view(shape)
         self.keys = self.data[:, :, 0].view(*shape[:2], -1, head_dim, size)
         self.values = self.data[:, :, 1].view(*shape[:2], -1, size, head_dim)
         self._blocks = self.data.view(num_pages * config.n_layers, *shape[2:])
@@ -109,6 +111,17 @@ class PageStorage:
     def page_bytes(self, page: int) -> torch.Tensor:
         """The bytes of a page, uint8 [bytes_per_page]; a view, so writing to it writes the page."""
         return self.data[page].view(-1).view(torch.uint8)
+
+
+def _reserve(size: int) -> torch.Tensor:
+    """Memory that the system hands out as it is written, in huge pages where it has them; uint8 [size].
+
+    A layer's attention touches a few KB of every page, so that small pages would cost a page walk or more for each.
+    """
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def available_memory() -> int | None:

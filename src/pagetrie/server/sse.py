@@ -19,10 +19,12 @@ logger = logging.getLogger("pagetrie.server")
 
 DONE = b"data: [DONE]\n\n"
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 def encode(value: Any) -> bytes:
     """Compact UTF-8 JSON. NaN and infinities are a bug, not JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _JSON.encode(value).encode()
 
 
 def event(value: Any) -> bytes:
