@@ -64,6 +64,16 @@ def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
     assert long.choices[0].token_ids[:2] == short.choices[0].token_ids
 
 
+def test_time_that_is_up_ends_a_prompt_with_what_it_has(llm: LLM) -> None:
+    results = llm.generate(["One", "Two"], GREEDY, timeout=1e-6, priority=[0, 1])
+    assert [result.choices[0].finish_reason for result in results] == ["timeout"] * 2
+    assert all(result.text == "" for result in results)
+    with pytest.raises(InvalidRequestError, match="2 prompts need as many priorities, got 1"):
+        llm.generate(["One", "Two"], GREEDY, priority=[0])
+    with pytest.raises(InvalidRequestError, match="timeout must be more than 0"):
+        llm.generate("One", GREEDY, timeout=0)
+
+
 def test_choices_logprobs_and_cached_tokens_are_told(llm: LLM) -> None:
     prompt = "A list of colours that many people like: red, green, blue, yellow and"
     params = SamplingParams(n=2, seed=7, max_tokens=4, logprobs=2, ignore_eos=True)

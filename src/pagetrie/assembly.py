@@ -119,6 +119,8 @@ def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "")
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_queue=settings.max_queue,
+        ageing_steps=settings.ageing_steps,
+        max_bypass=settings.max_bypass,
         max_contexts=settings.max_contexts,
         model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}",
     )

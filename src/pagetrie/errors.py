@@ -64,5 +64,13 @@ class HoldLimitError(PagetrieError):
         self.limit = limit
 
 
+class DeadlineExceededError(PagetrieError):
+    """A request's time was up before it was done (HTTP 504); what it had produced was handed out before."""
+
+    def __init__(self, timeout: float, tokens: int) -> None:
+        super().__init__(f"the request's timeout of {timeout:g} s passed after {tokens} generated tokens")
+        self.timeout = timeout
+
+
 class EngineError(PagetrieError):
     """The model failed while running a request; the server goes on (HTTP 500)."""

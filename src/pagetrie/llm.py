@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -27,11 +27,12 @@ from pagetrie.engine.output import FinishReason, RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
-from pagetrie.errors import InvalidRequestError, QueueFullError
+from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
 from pagetrie.settings import load_settings
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+_T = TypeVar("_T", int, SamplingParams)
 
 
 @dataclass(slots=True)
@@ -121,6 +122,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
         progress: bool = True,
     ) -> list[RequestResult]:
         """Complete prompts, batched together, and return the results in the prompts' order.
@@ -128,6 +131,8 @@ class LLM:
         Args:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
             params: for all prompts, or one per prompt; the defaults of ``SamplingParams`` if None.
+            priority: of all prompts, or one per prompt; lower runs first.
+            timeout: seconds for each prompt; one that takes longer ends with what it has, ``finish_reason`` "timeout".
             progress: show a bar on stderr, if that is a terminal.
 
         Raises:
@@ -135,13 +140,16 @@ class LLM:
             EngineError: the model failed; everything unfinished was aborted.
             KeyboardInterrupt: as pressed; everything was aborted and its pages given back.
         """
-        return self._run(*self._prepare(_as_list(prompts), params), progress=progress)
+        prepared = self._prepare(_as_list(prompts), params, priority=priority, timeout=timeout)
+        return self._run(*prepared, progress=progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
         progress: bool = True,
         **template_variables: Any,
     ) -> list[RequestResult]:
@@ -149,7 +157,7 @@ class LLM:
 
         Args:
             messages: OpenAI-style messages (``{"role": "user", "content": "..."}``), or a list of conversations.
-            params, progress: as for ``generate``.
+            params, priority, timeout, progress: as for ``generate``.
             template_variables: passed on to the template.
 
         Raises:
@@ -163,26 +171,26 @@ class LLM:
         texts = [
             template.render([dict(m) for m in conversation], **template_variables) for conversation in conversations
         ]
-        return self._run(*self._prepare(texts, params, templated=True), progress=progress)
+        prepared = self._prepare(texts, params, priority=priority, timeout=timeout, templated=True)
+        return self._run(*prepared, progress=progress)
 
     def _prepare(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
+        priority: int | Sequence[int],
+        timeout: float | None,
         templated: bool = False,
     ) -> tuple[list[Request], list[RequestResult]]:
-        if isinstance(params, Sequence):
-            if len(params) != len(prompts):
-                raise InvalidRequestError(f"{len(prompts)} prompts need as many params, got {len(params)}")
-        else:
-            params = [params or SamplingParams()] * len(prompts)
+        params = _per_prompt(params or SamplingParams(), len(prompts), "params")
+        priorities = _per_prompt(priority, len(prompts), "priorities")
         requests: list[Request] = []
         results: list[RequestResult] = []
-        for prompt, own in zip(prompts, params, strict=True):
+        for prompt, own, rank in zip(prompts, params, priorities, strict=True):
             # A rendered template brings its own special tokens.
             ids = self._parts.tokenizer.encode(prompt, add_special=not templated) if isinstance(prompt, str) else prompt
-            request = Request(f"llm-{next(self._ids)}", list(ids), own)
+            request = Request(f"llm-{next(self._ids)}", list(ids), own, priority=rank, timeout=timeout)
             try:
                 self._parts.engine.validate(request)
             except InvalidRequestError as error:
@@ -215,7 +223,7 @@ class LLM:
                         result.take(output)
                         if output.finished:
                             del running[output.request_id]
-                            if output.error is not None:
+                            if output.error is not None and not isinstance(output.error, DeadlineExceededError):
                                 raise output.error
                         tokens += sum(len(delta.token_ids) for delta in output.choices)
                         if bar and task is not None:
@@ -234,6 +242,15 @@ def _feed(add: Any, waiting: deque[Request]) -> None:
         except QueueFullError:
             return
         waiting.popleft()
+
+
+def _per_prompt(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:
+    """One value for each prompt. Raises InvalidRequestError for a list of another length."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(f"{count} prompts need as many {name}, got {len(value)}")
+    return value
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

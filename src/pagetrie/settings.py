@@ -119,6 +119,14 @@ class Settings(BaseSettings):
         512, "Token budget of a step; longer prompts are computed in chunks.", ENGINE, ge=1
     )
     max_queue: int = _option(1024, "Requests that may wait for a seat; more are refused (429).", ENGINE, ge=1)
+    ageing_steps: int = _option(
+        256,
+        "Steps of waiting that are worth one level of priority; also how long smaller requests may pass one that "
+        "doesn't fit yet.",
+        ENGINE,
+        ge=1,
+    )
+    max_bypass: int = _option(32, "How many requests may pass one that doesn't fit yet; 0 for none.", ENGINE, ge=0)
     max_contexts: int = _option(256, "Contexts that one client may keep; more are refused (429).", ENGINE, ge=1)
     threads: int | None = _option(None, "Threads that compute.", ENGINE, shown="the physical cores", ge=1, le=1024)
     seed: int | None = _option(None, "Seeds the requests that bring no seed of their own.", ENGINE, shown="random")

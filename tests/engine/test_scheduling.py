@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pagetrie.engine.victims import MAX_PREEMPTIONS
-from pagetrie.errors import InvalidRequestError
+from pagetrie.errors import DeadlineExceededError, InvalidRequestError
 from tests.engine.test_engine import prompt
 from tests.engine.toy import World, expected
 
@@ -239,3 +239,67 @@ def test_what_is_cached_runs_first_but_only_among_equals() -> None:
     while world.engine.has_work:
         order += [output.request_id for output in world.step() if output.request_id != "busy"]
     assert order == ["warm", "cold", "late and warm"]
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed_world(**limits: int) -> tuple[World, Clock]:
+    world, clock = World(**limits), Clock()  # type: ignore[arg-type]
+    world.engine._clock = clock
+    return world, clock
+
+
+def test_time_runs_out_for_a_running_and_for_a_waiting_request() -> None:
+    world, clock = timed_world(seats=2)
+    world.add("free", prompt(0, 8), max_tokens=30, ignore_eos=True)
+    world.add("running", prompt(1, 8), timeout=5.0, max_tokens=30, ignore_eos=True)
+    world.add("waiting", prompt(2, 8), timeout=4.0, max_tokens=30, n=2, ignore_eos=True)
+    while clock.now < 6.0:
+        world.step()
+        clock.now += 1.0
+    assert world.running() == ["free"]
+    assert world.engine.num_waiting == 0
+    for name, tokens, timeout in (("running", 5, 5.0), ("waiting", 0, 4.0)):
+        seen = world.seen[name]
+        assert set(seen.reasons.values()) == {"timeout"}
+        assert seen.last is not None and seen.last.finished
+        assert isinstance(seen.last.error, DeadlineExceededError)
+        assert str(seen.last.error) == f"the request's timeout of {timeout:g} s passed after {tokens} generated tokens"
+    check_text(world, "running", prompt(1, 8), 5)
+    world.run()
+    check_text(world, "free", prompt(0, 8), 30)
+    assert world.idle_pages() == 0
+
+
+def test_an_id_used_again_does_not_inherit_a_deadline() -> None:
+    world, clock = timed_world()
+    world.add("a", prompt(0, 8), timeout=5.0, max_tokens=3, ignore_eos=True)
+    world.run()
+    world.add("a", prompt(0, 8), max_tokens=3, ignore_eos=True)
+    clock.now = 10.0
+    world.run()
+    assert world.seen["a"].reasons == {0: "length"}
+
+
+def test_deadlines_of_the_past_are_forgotten() -> None:
+    world, _ = timed_world()
+    for turn in range(300):
+        world.add(str(turn), [turn % 200 + 1], timeout=1000.0, max_tokens=1, ignore_eos=True)
+        world.run()
+    assert len(world.engine._deadlines) <= 66
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
+def test_timeouts_that_mean_nothing_are_refused(timeout: float) -> None:
+    world = World()
+    with pytest.raises(InvalidRequestError, match="timeout must be more than 0 and at most 604800 seconds") as refused:
+        world.add("x", [1], timeout=timeout)
+    assert refused.value.param == "timeout"

@@ -172,13 +172,14 @@ class World:
         prompt: Sequence[int],
         salt: str = "",
         priority: int = 0,
+        timeout: float | None = None,
         *,
         context: ContextUse | None = None,
         **params: object,
     ) -> None:
         params.setdefault("temperature", 0.0)
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority, context))
+        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority, timeout, context))
         self.seen[request_id] = Collected()
 
     def step(self) -> list[RequestOutput]:

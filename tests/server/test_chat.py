@@ -125,6 +125,7 @@ async def test_parameters_reach_the_engine(site):
         "frequency_penalty": -0.3, "repetition_penalty": 1.1, "logit_bias": {"65": -100, "66": 1.5},
         "stop": "END", "stop_token_ids": [10], "ignore_eos": True, "min_tokens": 2, "max_completion_tokens": 9,
         "n": 2, "skip_special_tokens": False, "cache_salt": "team", "cache_prompt": False,
+        "priority": -3, "timeout": 20,
         "response_format": {"type": "text"}, "tool_choice": "auto", "user": "u", "metadata": {"a": "b"}, "store": True,
         "prediction": None, "modalities": ["text"], "logprobs": False,
     }  # fmt: skip
@@ -137,7 +138,7 @@ async def test_parameters_reach_the_engine(site):
     assert (tuple(params.stop), tuple(params.stop_token_ids)) == (("END",), (10,))
     assert (params.ignore_eos, params.min_tokens, params.max_tokens, params.n) == (True, 2, 9, 2)
     assert (params.skip_special_tokens, params.use_prefix_cache, params.logprobs) == (False, False, None)
-    assert request.namespace_salt == "team"
+    assert (request.namespace_salt, request.priority, request.timeout) == ("team", -3, 20.0)
 
 
 async def test_defaults(site):
@@ -146,6 +147,7 @@ async def test_defaults(site):
     request = site.engine.last
     assert request.params.max_tokens is None and request.params.temperature == 1.0 and request.params.n == 1
     assert request.params.use_prefix_cache and request.namespace_salt == ""
+    assert request.priority == 0 and request.timeout is None
     assert bytes(request.prompt_ids) == b"user: hi\nassistant: "  # no second BOS: the template brings its own
 
 

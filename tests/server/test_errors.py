@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pagetrie.errors import EngineError
+from pagetrie.errors import DeadlineExceededError, EngineError
 from pagetrie.server.fields import IGNORED_FIELDS, UNSUPPORTED_FIELDS
 from tests.server.double import EngineDouble
 from tests.server.test_chat import HI, events
@@ -34,6 +34,7 @@ def error_of(response) -> dict:
         ("stop_token_ids", [999]), ("stop_token_ids", [True]), ("max_tokens", -1), ("max_tokens", "5"),
         ("max_completion_tokens", -1), ("min_tokens", -1), ("stream", "yes"), ("stream_options", {}),
         ("logprobs", 1), ("top_logprobs", 5), ("cache_salt", ""), ("cache_salt", 5), ("cache_prompt", "no"),
+        ("priority", 1.5), ("priority", "high"), ("timeout", "long"),
         ("tool_choice", "required"), ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tools", {}), ("tools", [1]), ("response_format", "text"), ("response_format", {"type": "json_schema"}),
         ("response_format", {"type": "json_object"}), ("messages", None), ("messages", []), ("messages", "hi"),
@@ -159,6 +160,23 @@ async def test_a_full_queue_asks_to_retry(make_site):
     response = await site.post("/v1/chat/completions", {**HI, "stream": True})
     assert response.status_code == 429 and response.headers["retry-after"] == "1"
     assert error_of(response)["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_timeout_is_told_and_not_retried(make_site, caplog, stream):
+    late = DeadlineExceededError(2.0, tokens=2)
+    site = make_site(EngineDouble(texts=["abcdef"], fail_after=1, failure=late))
+    response = await site.post("/v1/chat/completions", {**HI, "stream": stream})
+    if stream:
+        *chunks, last = events(response.text)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ab"
+        error = last["error"]
+    else:
+        assert response.status_code == 504 and response.headers["x-should-retry"] == "false"
+        error = error_of(response)
+    assert (error["type"], error["code"]) == ("timeout_error", "deadline_exceeded")
+    assert error["message"] == "the request's timeout of 2 s passed after 2 generated tokens"
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.runner import TokenLogprob
-from pagetrie.errors import EngineError
+from pagetrie.errors import DeadlineExceededError, EngineError
 from pagetrie.server.errors import ServerStoppingError
 from pagetrie.server.fanin import OutputStream
 
@@ -116,3 +116,16 @@ async def test_closing_at_once_closes_sources_that_never_ran():
     outputs = OutputStream(sources, n=1)
     await outputs.aclose()
     assert [source.closed for source in sources] == [1, 1]
+
+
+async def test_a_timeout_comes_after_the_text_so_far():
+    source = Fed()
+    outputs = OutputStream([source], n=1)
+    source.feed(ChoiceDelta(0, "a", [1]), completion_tokens=1)
+    late = DeadlineExceededError(1.0, tokens=1)
+    source.feed(ChoiceDelta(0, "b", finish_reason="timeout"), completion_tokens=1, finished=True, error=late)
+    batches = aiter(outputs)
+    assert await anext(batches) == [ChoiceDelta(0, "ab", [1])]
+    with pytest.raises(DeadlineExceededError):
+        await anext(batches)
+    await outputs.aclose()

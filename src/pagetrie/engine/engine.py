@@ -11,16 +11,24 @@ import random
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from pagetrie.engine.contexts import Contexts
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
-from pagetrie.engine.request import MAX_PRIORITY, MIN_PRIORITY, Request
+from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
 from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
 from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import RequestState, Sequence
 from pagetrie.engine.text_stream import TextStream, Vocabulary
-from pagetrie.errors import ConfigError, EngineError, InvalidRequestError, QueueFullError
+from pagetrie.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    PagetrieError,
+    QueueFullError,
+)
 from pagetrie.kv import CacheStats, KVCache, ResetReport, encode_namespace
 
 log = logging.getLogger(__name__)
@@ -69,7 +77,7 @@ class Engine:
         cache: the pages.
         vocabulary: token bytes and end-of-sequence ids.
         config: limits.
-        clock: seconds, for reports only; decisions never depend on it.
+        clock: seconds, for reports, requests' timeouts and the life of contexts; scheduling never depends on it.
         rng: draws seeds for requests that bring none.
         observer: hears what happens.
         new_context_id: makes the ids of contexts, which must be unguessable.
@@ -113,6 +121,8 @@ class Engine:
             max_per_owner=config.max_contexts,
         )
         self._arrivals = 0
+        # (deadline, arrival number, request id); those that ended before are skipped when they come up.
+        self._deadlines: list[tuple[float, int, str]] = []
         # A sequence can neither outgrow the context nor an otherwise empty pool.
         self.max_len = min(config.max_model_len, cache.num_pages * cache.page_size)
 
@@ -157,6 +167,11 @@ class Engine:
                 f"n is {params.n}, and a stop string would end the text inside a token",
                 param="append",
             )
+        timeout = request.timeout
+        if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+            raise InvalidRequestError(
+                f"timeout must be more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout:g}", param="timeout"
+            )
         if params.n > self.config.max_num_seqs:
             raise InvalidRequestError(
                 f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
@@ -196,6 +211,11 @@ class Engine:
         root.forks = params.n - 1 if state.max_tokens else 0
         state.sequences.append(root)
         self._states[request.request_id] = state
+        if request.timeout is not None:
+            if len(self._deadlines) > 2 * len(self._states) + 64:  # mostly of requests that have ended
+                living = {state.order for state in self._states.values()}
+                self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in living)
+            heappush(self._deadlines, (state.arrival + request.timeout, state.order, request.request_id))
         self._scheduler.add(root)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -242,10 +262,11 @@ class Engine:
         """
         started = self._clock()
         self.contexts.expire()
+        outputs: dict[str, RequestOutput] = {}
+        self._expire(started, outputs)
         plan = self._scheduler.schedule()
         for sequence in plan.admitted:
             self._on_admitted(sequence, started)
-        outputs: dict[str, RequestOutput] = {}
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
         prefill_tokens = sum(count for sequence, count in plan.shares.items() if count > 1 or not sequence.started)
@@ -256,8 +277,9 @@ class Engine:
                 results = self._runner.execute(step_plan)
             except Exception as error:
                 log.exception("the runner failed; %d sequences end with an error", len(plan.shares))
+                failure = EngineError(f"the model failed on this request ({type(error).__name__}); try again")
                 for state in {sequence.state for sequence in plan.shares}:
-                    outputs[state.request.request_id] = self._end(state, "error", error)
+                    outputs[state.request.request_id] = self._end(state, "error", failure)
             else:
                 for (sequence, count), result in zip(plan.shares.items(), results, strict=True):
                     generated += self._commit(sequence, count, result, outputs)
@@ -275,6 +297,15 @@ class Engine:
             )
         )
         return list(outputs.values())
+
+    def _expire(self, now: float, outputs: dict[str, RequestOutput]) -> None:
+        """End the requests whose time is up."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, order, request_id = heappop(self._deadlines)
+            state = self._states.get(request_id)
+            if state is not None and state.order == order:
+                error = DeadlineExceededError(state.request.timeout or 0.0, state.completion_tokens)
+                outputs[request_id] = self._end(state, "timeout", error)
 
     def _on_admitted(self, sequence: Sequence, now: float) -> None:
         state = sequence.state
@@ -433,14 +464,13 @@ class Engine:
         text = "".join(map(stream.push, sequence.output_ids)) + stream.finish()
         self.contexts.end(context, append=True, ids=sequence.ids, note=use.note(text))
 
-    def _end(self, state: RequestState, reason: FinishReason, error: Exception | None = None) -> RequestOutput:
+    def _end(self, state: RequestState, reason: FinishReason, error: PagetrieError | None = None) -> RequestOutput:
         """End all choices of a request at once."""
         outputs: dict[str, RequestOutput] = {}
         for sequence in state.sequences.copy():
             self._finish(sequence, reason, None, outputs)
         output = outputs[state.request.request_id]
-        if error is not None:
-            output.error = EngineError(f"the model failed on this request ({type(error).__name__}); try again")
+        output.error = error
         return output
 
     def _report_finish(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import PagetrieError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
 @dataclass(slots=True)

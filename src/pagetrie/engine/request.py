@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pagetrie.engine.params import SamplingParams
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
+MAX_TIMEOUT = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Request:
             have none.
         priority: lower is served first; between ``MIN_PRIORITY`` and ``MAX_PRIORITY``. A request that has waited for
             ``ageing_steps`` steps longer counts as one lower.
+        timeout: seconds from its arrival after which it ends, waiting or running, with what it has by then; more than 0
+            and at most ``MAX_TIMEOUT``. None for no limit. Looked at before each step, so it acts up to a step later.
         context: what it starts from, if that is to be kept.
     """
 
@@ -48,4 +51,5 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     namespace_salt: str = ""
     priority: int = 0
+    timeout: float | None = None
     context: ContextUse | None = None

@@ -18,7 +18,6 @@ class RequestState:
     Attributes:
         order: arrival number; among equals, older requests go first and are preempted last.
         level: ``priority + arrival step // ageing_steps``; lower goes first (see ``waiting``).
-        deadline: when it ends, finished or not; seconds of the engine's clock, None for never.
         max_tokens: tokens each choice may generate, after the context's and the pool's limits.
         sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
     """
@@ -36,7 +35,6 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_due: bool = False
     level: int = 0
-    deadline: float | None = None
     context: Context | None = None
 
     @property

@@ -34,7 +34,15 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
     if prompt is None:
         start = await start_chat(context, request)
         prompt, use = start.prompt, start.use
-    outputs = await context.submit(request_id, [prompt], params, request.cache_salt, use)
+    outputs = await context.submit(
+        request_id,
+        [prompt],
+        params,
+        request.cache_salt,
+        use,
+        priority=request.priority or 0,
+        timeout=request.timeout,
+    )
     if request.stream:
         head = context.head("chat.completion.chunk", request_id, model)
         with_logprobs = params.logprobs is not None

@@ -36,7 +36,15 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         start = await start_completion(context, request, params.skip_special_tokens)
         prompts, use = [start.prompt], start.use
     echo = _Echo(prompts, params.n) if request.echo else None
-    outputs = await context.submit(request_id, prompts, params, request.cache_salt, use)
+    outputs = await context.submit(
+        request_id,
+        prompts,
+        params,
+        request.cache_salt,
+        use,
+        priority=request.priority or 0,
+        timeout=request.timeout,
+    )
     count = len(prompts) * params.n
     if request.stream:
         head = context.head("text_completion", request_id, model)

@@ -91,6 +91,9 @@ class ServerContext:
         params: SamplingParams,
         salt: str | None,
         use: ContextUse | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> OutputStream:
         """Queue all prompts of an API request, or none. ``use`` is the context that its one prompt starts from.
 
@@ -107,6 +110,8 @@ class ServerContext:
                     prompt_ids=prompt.ids,
                     params=params,
                     namespace_salt=salt or "",
+                    priority=priority,
+                    timeout=timeout,
                     context=use,
                 )
                 sources.append(await self.loop.submit(request))

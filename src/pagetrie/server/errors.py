@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from starlette.responses import Response
 
-from pagetrie.errors import EngineError, HoldLimitError, InvalidRequestError, PagetrieError, QueueFullError
+from pagetrie.errors import (
+    DeadlineExceededError,
+    EngineError,
+    HoldLimitError,
+    InvalidRequestError,
+    PagetrieError,
+    QueueFullError,
+)
 
 RETRY_AFTER_SECONDS = 1
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
@@ -56,6 +63,9 @@ def to_api_error(error: BaseException) -> ApiError:
         case ServerStoppingError():
             retry = {"retry-after": str(RETRY_AFTER_SECONDS)}
             return ApiError(503, str(error), "server_error", None, "service_unavailable", retry)
+        case DeadlineExceededError():
+            # Whoever set the limit decides what to do; OpenAI's clients would try again on their own.
+            return ApiError(504, str(error), "timeout_error", None, "deadline_exceeded", {"x-should-retry": "false"})
         case EngineError():
             return ApiError(500, str(error), "server_error", None, "engine_error")
         case _:
@@ -64,7 +74,9 @@ def to_api_error(error: BaseException) -> ApiError:
 
 def is_expected(error: BaseException) -> bool:
     """Whether an exception is the client's business or a known state; others belong in the log with a traceback."""
-    return isinstance(error, InvalidRequestError | HoldLimitError | QueueFullError | ServerStoppingError)
+    return isinstance(
+        error, InvalidRequestError | HoldLimitError | QueueFullError | DeadlineExceededError | ServerStoppingError
+    )
 
 
 def http_error(status: int, detail: str, headers: dict[str, str] | None = None) -> ApiError:

@@ -50,7 +50,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "guided_choice": ("constrained output is not supported", ()),
     "guided_grammar": ("constrained output is not supported", ()),
     "structured_outputs": ("constrained output is not supported", ()),
-    "priority": ("requests run in the order of arrival", (0,)),
     "lora": ("adapters are not supported", ([],)),
 }
 """Known from OpenAI's or vLLM's interface but not served: name -> (reason, values that ask for nothing).

@@ -65,7 +65,7 @@ class ApiRequest(BaseModel):
 
 
 class GenerationRequest(ApiRequest):
-    """The fields that chat and plain completions share. Meanings are those of ``SamplingParams``."""
+    """The fields that chat and plain completions share. Meanings are those of ``SamplingParams`` and ``Request``."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -88,6 +88,8 @@ class GenerationRequest(ApiRequest):
     response_format: Any = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
+    priority: int | None = None
+    timeout: float | None = None
     add_special_tokens: bool | None = None
     context: str | None = None
     append: bool | None = None
