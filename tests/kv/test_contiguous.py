@@ -111,6 +111,24 @@ def test_asking_for_more_than_a_reservation_takes_nothing() -> None:
     assert lease.extend(1) == 1
 
 
+def test_the_last_fork_takes_over_the_reservation() -> None:
+    """In a pool of one reservation, a fork goes on once the others have ended."""
+    manager = make(num_pages=4)
+    parent = manager.open([1])
+    assert parent.extend(4) == 0
+    parent.commit(4)
+    first, second = parent.fork(), parent.fork()
+    pages = parent.pages
+    parent.close()
+    assert first.extend(1) == 4
+    second.close()
+    assert first.extend(1) == 0
+    assert first.pages == pages and manager.take_copies() == []
+    first.close()
+    manager.check()
+    assert manager.stats().free_pages == 4
+
+
 def test_a_pool_below_one_reservation_is_refused() -> None:
     with pytest.raises(ValueError, match="one reservation of 4 pages exceeds the pool's 3"):
         make(num_pages=3)
@@ -139,7 +157,7 @@ def test_random_history_reads_what_was_computed(seed: int) -> None:
         else:
             lease, tokens = rng.choice(live)
             new = rng.choices(range(100), k=rng.randrange(1, 4))
-            free, had = manager.available_pages, bool(lease.pages)
+            free, had = manager.available_pages, bool(lease.pages or lease.sole_pages())
             fits = len(tokens) + len(new) <= room
             assert runner.compute(lease, new) == (fits and (had or free > 0))
             if fits and (had or free > 0):

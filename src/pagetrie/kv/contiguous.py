@@ -97,7 +97,8 @@ class ContiguousCacheManager:
 class ContiguousLease:
     """A hold on one reservation (``CacheLease``), taken whole by the first ``extend``.
 
-    A fork holds on to its parent's reservation until it has one of its own to copy it to.
+    A fork holds on to its parent's reservation until it has one of its own to copy it to, or until it is the last
+    that holds it.
     """
 
     def __init__(self, manager: ContiguousCacheManager) -> None:
@@ -115,6 +116,10 @@ class ContiguousLease:
         missing = -(-(self.computed + count) // manager.page_size) - manager._reservation
         if missing > 0:
             return missing
+        if self._slot is None and self._source is not None and manager._held[self._source] == 1:
+            # Nobody else needs it any more.
+            self._slot, self._source = self._source, None
+            self.pages = manager._pages(self._slot)
         if self._slot is None:
             self._slot = manager._reserve()
             if self._slot is None:
