@@ -132,6 +132,18 @@ def test_small_requests_pass_a_big_one_that_starts_within_its_bound() -> None:
     check_text(world, "big", prompt(1, 60), 4)
 
 
+def test_no_more_pass_in_one_step_than_may() -> None:
+    world = World(num_pages=40, page_size=4, max_model_len=150, budget=80, bypass=2)
+    world.add("long", prompt(0, 20), max_tokens=40, ignore_eos=True)
+    world.step()
+    world.add("big", prompt(1, 140), max_tokens=4, ignore_eos=True)
+    for number in range(5):
+        world.add(f"small {number}", prompt(100 + number, 4), max_tokens=4, ignore_eos=True)
+    world.step()
+    assert world.running() == ["long", "small 0", "small 1"]
+    world.run()
+
+
 def test_without_bypass_the_order_is_strict() -> None:
     world = World(num_pages=20, page_size=4, max_model_len=80, budget=80, bypass=0)
     world.add("long", prompt(0, 20), max_tokens=40, ignore_eos=True)

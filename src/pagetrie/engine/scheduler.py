@@ -218,6 +218,8 @@ class Scheduler:
                 seats = self._free_seats()
                 for other in passed:
                     other.bypasses += 1
+                if any(other.bypasses >= self._max_bypass for other in passed):
+                    return
             elif not waiting.any_victims and self._may_be_passed(sequence) and len(passed) < _MAX_PASSED:
                 passed.append(sequence)
             else:
