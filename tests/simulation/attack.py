@@ -30,8 +30,10 @@ class Failure:
         return f"python -m tests.simulation --seed {self.spec.seed} --only {','.join(self.requests)}"
 
     def __str__(self) -> str:
-        wanted = "\n".join(f"  {request}" for request in self.spec.requests)
-        return f"{self.error}\n{self.spec}\n{wanted}\nreplay: {self.command}"
+        shown = [f"  {request}" for request in self.spec.requests[:6]]
+        if len(self.spec.requests) > len(shown):
+            shown.append(f"  ... and {len(self.spec.requests) - len(shown)} more")
+        return "\n".join([self.error, repr(self.spec), *shown, f"replay: {self.command}"])
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class Tally:
         self.worlds += 1
         self.steps += world.steps
         self.requests += len(world.clients)
-        self.preemptions += world.preemptions
+        self.preemptions += world.fairness.preemptions.total()
 
 
 def attack(seed: int, tally: Tally | None = None) -> Failure | None:

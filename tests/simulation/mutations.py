@@ -13,6 +13,8 @@ from pagetrie.engine.runner import SampleSpec
 from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import Sequence as Choice
 from pagetrie.engine.text_stream import TextStream
+from pagetrie.engine.victims import value
+from pagetrie.engine.waiting import WaitingQueue
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.page_tree import Node, PageTree
 from pagetrie.kv.pool import PagePool
@@ -292,3 +294,77 @@ def one_seed_for_all_choices(patch: Patch) -> None:
 def forget_the_queue_cap(patch: Patch) -> None:
     """The queue takes whatever comes."""
     patch.setattr(Engine, "num_waiting", property(lambda self: 0))
+
+
+# -- fairness --------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def preempt_without_end(patch: Patch) -> None:
+    """However often a sequence was preempted, it may be again."""
+    patch.setattr("pagetrie.engine.scheduler.is_guaranteed", lambda sequence: False)
+    patch.setattr("pagetrie.engine.victims.is_guaranteed", lambda sequence: False)
+
+
+@mutation
+def preempt_the_most_important(patch: Patch) -> None:
+    """Low priorities are taken for unimportant."""
+
+    def turned(sequence: Choice) -> tuple[bool, int, int, int, int]:
+        guaranteed, priority, progress, order, index = value(sequence)
+        return guaranteed, -priority, progress, order, index
+
+    patch.setattr("pagetrie.engine.scheduler.value", turned)
+    patch.setattr("pagetrie.engine.victims.value", turned)
+
+
+@mutation
+def pass_without_end(patch: Patch) -> None:
+    """A request that doesn't fit is passed for as long as smaller ones come."""
+
+    def may_be_passed(self: Scheduler, sequence: Choice) -> bool:
+        sequence.bypasses = -1
+        return True
+
+    patch.setattr(Scheduler, "_may_be_passed", may_be_passed)
+
+
+@mutation
+def forget_the_time_of_passing(patch: Patch) -> None:
+    """Passing ends by the number of those that passed only."""
+    may_be_passed = Scheduler._may_be_passed
+
+    def broken(self: Scheduler, sequence: Choice) -> bool:
+        sequence.blocked_at = None
+        return may_be_passed(self, sequence)
+
+    patch.setattr(Scheduler, "_may_be_passed", broken)
+
+
+@mutation
+def never_age(patch: Patch) -> None:
+    """However long a request waits, its level is its priority."""
+    patch.setattr(Scheduler, "level", lambda self, priority: priority)
+
+
+@mutation
+def start_newcomers_before_victims(patch: Patch) -> None:
+    """A victim waits until no newcomer fits."""
+    following = WaitingQueue.next
+
+    def broken(self: WaitingQueue, passed: Any = ()) -> Choice | None:
+        return self._next_fresh(passed) or following(self, passed)
+
+    patch.setattr(WaitingQueue, "next", broken)
+
+
+@mutation
+def leave_a_victim_in_the_step(patch: Patch) -> None:
+    """A preempted sequence is still computed in the step that took its pages."""
+    patch.setattr(Schedule, "drop", lambda self, sequence: None)
+
+
+@mutation
+def never_wake_who_waits_for_a_page(patch: Patch) -> None:
+    """Who waits for a page that another computes waits on when it is done."""
+    patch.setattr(WaitingQueue, "wake", lambda self, **options: None)

@@ -32,6 +32,7 @@ class RequestSpec:
     prompt: tuple[int, ...]
     params: Mapping[str, object]
     salt: str = ""
+    priority: int = 0
     follows: str | None = None
     cancel: tuple[Phase, int] | None = None
 
@@ -48,6 +49,8 @@ class WorldSpec:
     seats: int
     budget: int
     max_queue: int
+    ageing_steps: int
+    max_bypass: int
     failure_rate: float
     reset_rate: float
     slow_rate: float
@@ -72,6 +75,8 @@ def draw_world(seed: int) -> WorldSpec:
         seats=seats,
         budget=seats + rng.choice((0, 1, 3, 8, 32, 100)),
         max_queue=rng.choice((2, 8, 1000, 1000)),
+        ageing_steps=rng.choice((1, 5, 20, 100)),
+        max_bypass=rng.choice((0, 1, 4, 32)),
         failure_rate=rng.choice((0, 0, 0, 0.01, 0.05)),
         reset_rate=rng.choice((0, 0, 0, 0.02)),
         slow_rate=rng.choice((0, 0, 0.05)),
@@ -97,6 +102,7 @@ class _Asker:
         documents = [self._tokens(rng.randrange(1, self._limit // 3 + 2)) for _ in range(3)]
         self._trunks = [*systems, *(system + document for system in systems for document in documents)]
         self._salts = rng.choice((("",), ("", "tenant"), ("one", "two")))
+        self._priorities = rng.choice(((0,), (0, 1), (-3, 0, 0, 5)))
         self._pace = rng.choice((0, 0, 0, 1, 3))
         self._cancels = rng.choice((0.0, 0.1, 0.3))
         self._branches = rng.choice((0.0, 0.2, 0.6))
@@ -116,6 +122,7 @@ class _Asker:
                     prompt=self._tokens(rng.randrange(1, 6)) if follows else self._prompt(made),
                     params=self._params(),
                     salt=rng.choice(self._salts),
+                    priority=rng.choice(self._priorities),
                     follows=follows,
                     cancel=(rng.choice(PHASES), rng.randrange(1, 6)) if rng.random() < self._cancels else None,
                 )

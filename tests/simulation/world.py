@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pagetrie.engine.engine import Engine, EngineConfig
@@ -19,6 +19,7 @@ from pagetrie.kv import CacheLease, CacheManager, ContiguousCacheManager, KVCach
 from pagetrie.kv.pool import FREE, PRIVATE
 from pagetrie.sim import VirtualClock
 from pagetrie.sim.runner import logprob_of
+from tests.simulation.fairness import Fairness
 from tests.simulation.reference import Alone, prefix_of, run_alone
 from tests.simulation.runner import CheckedRunner, choose, root_of
 from tests.simulation.spec import RequestSpec, WorldSpec
@@ -49,7 +50,6 @@ class Client:
     cached_tokens: int | None = None
     prompt_logprobs: bool = False
     finished: bool = False
-    preemptions: Counter[int] = field(default_factory=Counter)
 
 
 class World:
@@ -57,13 +57,12 @@ class World:
 
     Attributes:
         steps: steps taken so far.
-        preemptions: sequences preempted so far.
+        fairness: watches the scheduler.
     """
 
     def __init__(self, spec: WorldSpec) -> None:
         self.spec = spec
         self.steps = 0
-        self.preemptions = 0
         self.clock = VirtualClock()
         self.cache = _cache(spec)
         self._rng = random.Random(f"faults of {spec.seed}")
@@ -83,6 +82,8 @@ class World:
                 max_num_seqs=spec.seats,
                 max_num_batched_tokens=spec.budget,
                 max_queue=spec.max_queue,
+                ageing_steps=spec.ageing_steps,
+                max_bypass=spec.max_bypass,
             ),
             clock=self.clock,
             rng=random.Random(spec.seed),
@@ -95,6 +96,13 @@ class World:
                 self._followers.setdefault(request.follows, []).append(request)
         self._now = 0
         self._step_failed = False
+        self.fairness = Fairness(
+            self.engine._scheduler,
+            self.cache,
+            budget=spec.budget,
+            ageing_steps=spec.ageing_steps,
+            max_bypass=spec.max_bypass,
+        )
         self._stored: set[int] = set()  # prefixes computed since the last reset
         self._watch_schedule()
 
@@ -123,7 +131,7 @@ class World:
                 said = [token.token_id for token in earlier.choices[0].alone.tokens[: earlier.choices[0].tokens]]
                 prompt = (*earlier.request.prompt_ids, *said, *prompt)
         params = SamplingParams(**spec.params)  # type: ignore[arg-type]
-        request = Request(spec.name, list(prompt), params, spec.salt)
+        request = Request(spec.name, list(prompt), params, spec.salt, priority=spec.priority)
         room = min(self.spec.max_model_len, self.spec.num_pages * self.spec.page_size) - len(prompt)
         full = len(self.engine._scheduler.waiting) >= self.spec.max_queue
         impossible = room < (params.max_tokens != 0) or params.n > self.spec.seats
@@ -136,6 +144,7 @@ class World:
             return
         assert not full, "the queue took more than its cap"
         assert not impossible, "accepted what can't be served"
+        self.fairness.arrived(spec.name, spec.priority)
         state = self.engine._states[spec.name]
         seed = state.sequences[0].seed
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -152,7 +161,7 @@ class World:
 
     def _release_followers(self, name: str) -> None:
         for follower in self._followers.pop(name, ()):
-            self._arrivals.append(_at(follower, self._now + follower.arrival))
+            self._arrivals.append(replace(follower, arrival=self._now + follower.arrival))
         self._arrivals.sort(key=lambda r: r.arrival)
 
     def _step(self) -> None:
@@ -190,7 +199,7 @@ class World:
             if sequence.lease is not None:
                 phases.append("decode" if sequence.started else "prefill")
             else:
-                phases.append("preempted" if client.preemptions[sequence.index] else "waiting")
+                phases.append("preempted" if self.fairness.preemptions[sequence] else "waiting")
                 if sequence.awaits is not None:
                     phases.append("awaiting")
         return phases
@@ -273,29 +282,20 @@ class World:
         schedule = scheduler.schedule
 
         def watched() -> Schedule:
+            self.fairness.before()
             plan = schedule()
-            self._check_plan(plan)
+            self.fairness.after(plan)
+            for sequence in plan.admitted:
+                self._check_hit(sequence)
             self.runner.sequences = list(plan.shares)
             return plan
 
         scheduler.schedule = watched  # type: ignore[method-assign]
 
-    def _check_plan(self, plan: Schedule) -> None:
-        assert plan.tokens == sum(plan.shares.values()) <= self.spec.budget, "over the token budget"
-        assert plan.tokens, "a step without progress"
-        assert not plan.outgrown, "a sequence within the limits outgrew the pool"
-        for sequence in plan.preempted:
-            self.preemptions += 1
-            client = self.clients[sequence.state.request.request_id]
-            client.preemptions[sequence.index] += 1
-        for sequence in plan.admitted:
-            self._check_hit(sequence)
-
     def _check_hit(self, sequence: Sequence) -> None:
         """What an admission found in the cache was computed after the last reset, for the same tenant."""
         lease = sequence.lease
-        assert lease is not None
-        if lease.computed:
+        if lease is not None and lease.computed:  # None: it was preempted again at once
             assert self.runner.prefix(sequence, lease.computed) in self._stored, "a hit on what was never computed"
 
     def _check(self) -> None:
@@ -361,7 +361,3 @@ def _cache(spec: WorldSpec) -> KVCache:
     if spec.index == "contiguous":
         return ContiguousCacheManager(num_pages=spec.num_pages, page_size=spec.page_size, max_tokens=spec.max_model_len)
     return CacheManager(num_pages=spec.num_pages, page_size=spec.page_size, index=spec.index)
-
-
-def _at(spec: RequestSpec, arrival: int) -> RequestSpec:
-    return RequestSpec(spec.name, arrival, spec.prompt, spec.params, spec.salt, spec.follows, spec.cancel)
