@@ -107,6 +107,69 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert two[1].text != answer.text
 
 
+def test_a_context_is_computed_once_and_forked_without_a_copy(llm: LLM) -> None:
+    trunk = "The four seasons are spring, summer, autumn and winter. " * 4
+    questions = [f"{name} is the season in which" for name in ("Spring", "Summer", "Autumn", "Winter")]
+    stats = llm._parts.cache.stats
+    with llm.context(trunk) as context:
+        assert context.held_tokens == len(context.token_ids)
+        assert stats().active_pages == context.pages == -(-len(context.token_ids) // 16)
+        forks = context.fork(4)
+        assert stats().active_pages == context.pages
+        results = llm.generate(questions, GREEDY, contexts=forks, append=True)
+        assert all(result.cached_tokens == len(context.token_ids) for result in results)
+        assert stats().active_pages < context.pages + 4 * 3
+        for fork, result in zip(forks, results, strict=True):
+            assert fork.token_ids == result.prompt_token_ids + result.choices[0].token_ids
+            (again,) = llm.generate([result.prompt_token_ids], GREEDY)
+            assert again.text == result.text
+        (more,) = forks[0].generate(" So", GREEDY)
+        assert more.cached_tokens >= len(forks[0].token_ids) - 1
+        for fork in forks:
+            fork.close()
+            fork.close()
+    with pytest.raises(InvalidRequestError, match="no context"):
+        context.generate("x")
+
+
+def test_a_chat_context_grows_by_messages_and_answers(llm: LLM) -> None:
+    system = {"role": "system", "content": "You are a helpful assistant. Be brief."}
+    turns = [{"role": "user", "content": "What is 2+2?"}, {"role": "user", "content": "And 3+3?"}]
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    with llm.context([system]) as context:
+        before = len(context.token_ids)
+        first = context.chat(turns[:1], params, append=True)
+        assert first.cached_tokens >= before
+        assert first.text == llm.chat([system, turns[0]], params)[0].text
+        grown = context.token_ids
+        second = context.chat(turns[1:], params)
+        history = [system, turns[0], {"role": "assistant", "content": first.text}, turns[1]]
+        (whole,) = llm.chat(history, params)
+        assert second.prompt_token_ids == whole.prompt_token_ids
+        assert second.text == whole.text
+        assert second.cached_tokens >= len(grown) - 1
+        assert context.token_ids == grown
+        context.append(turns[1:])
+        assert context.chat((), params).text == whole.text
+        context.append(" and more")
+        with pytest.raises(InvalidRequestError, match="holds a plain prompt"):
+            context.chat(turns[:1])
+
+
+def test_contexts_that_make_no_sense_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="takes 50 pages, but all pinned prefixes together may take 32"):
+        llm.context([1] * 800)
+    with llm.context("abc") as context:
+        with pytest.raises(InvalidRequestError, match="2 prompts need as many contexts, got 1"):
+            llm.generate(["a", "b"], contexts=[context])
+        with pytest.raises(InvalidRequestError, match="can be appended"):
+            context.generate("d", SamplingParams(n=2), append=True)
+        with pytest.raises(InvalidRequestError, match="n must be between"):
+            context.fork(0)
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+        llm.context([1, 2, 10**6])
+
+
 def test_nothing_in_nothing_out(llm: LLM) -> None:
     assert llm.generate([]) == []
 

@@ -7,32 +7,35 @@ with LLM("model.gguf", num_pages=2000) as llm:
 
 from __future__ import annotations
 
-import signal
-import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any, TypeGuard, TypeVar, cast
 
 from pagetrie.assembly import build
+from pagetrie.engine.contexts import Context as EngineContext
+from pagetrie.engine.contexts import Contexts as EngineContexts
 from pagetrie.engine.output import FinishReason, RequestOutput
 from pagetrie.engine.params import SamplingParams
-from pagetrie.engine.request import Request
+from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
 from pagetrie.settings import load_settings
+from pagetrie.terminal import between_steps, progress_bar
+from pagetrie.text.chat_template import ChatTemplate
+from pagetrie.text.transcript import Transcript
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-_T = TypeVar("_T", int, SamplingParams)
+_T = TypeVar("_T")
+
+_OWNER = ""
+"""There is one owner of contexts in a process."""
+_PREFILL = SamplingParams(max_tokens=0, temperature=0.0)
 
 
 @dataclass(slots=True)
@@ -125,6 +128,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
         timeout: float | None = None,
         progress: bool = True,
+        contexts: Sequence[Context] | None = None,
+        append: bool = False,
     ) -> list[RequestResult]:
         """Complete prompts, batched together, and return the results in the prompts' order.
 
@@ -134,14 +139,45 @@ class LLM:
             priority: of all prompts, or one per prompt; lower runs first.
             timeout: seconds for each prompt; one that takes longer ends with what it has, ``finish_reason`` "timeout".
             progress: show a bar on stderr, if that is a terminal.
+            contexts: what each prompt goes on from, one per prompt; prompts may be empty then.
+            append: these contexts become prompt and answer (one choice, no stop strings).
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; nothing was started.
             EngineError: the model failed; everything unfinished was aborted.
             KeyboardInterrupt: as pressed; everything was aborted and its pages given back.
         """
-        prepared = self._prepare(_as_list(prompts), params, priority=priority, timeout=timeout)
+        prompts = _as_list(prompts)
+        uses = None
+        if contexts is not None:
+            contexts = _per_prompt(contexts, len(prompts), "contexts")
+            prompts = [[*c._core.ids, *self._encode(prompt)] for prompt, c in zip(prompts, contexts, strict=True)]
+            uses = [context._use(append) for context in contexts]
+        prepared = self._prepare(prompts, params, priority=priority, timeout=timeout, uses=uses)
         return self._run(*prepared, progress=progress)
+
+    def context(self, prompt: Prompt | Sequence[Message], **template_variables: Any) -> Context:
+        """Compute a prompt, or messages, and keep them until the context is closed.
+
+        Raises:
+            InvalidRequestError: it's too long, there are too many contexts, or nothing is shared with these settings.
+            HoldLimitError: contexts would pin more than ``max_pinned`` of the pool.
+        """
+        if _are_messages(prompt):
+            ids, chat = self._extend(Transcript(variables=template_variables), [], prompt, answer=False)
+        else:
+            ids, chat = self._encode(cast(Prompt, prompt), add_special=True), None
+        engine = self._parts.engine
+        with self._lock:
+            context = Context(self, engine.contexts.create(_OWNER, ids, note=chat))
+        try:
+            self._generate(ids, _PREFILL, context._use(False))
+            with self._lock:
+                engine.contexts.secure(context._core)
+        except BaseException:
+            context.close()
+            raise
+        return context
 
     def chat(
         self,
@@ -163,9 +199,7 @@ class LLM:
         Raises:
             InvalidRequestError: also if the model has no chat template.
         """
-        template = self._parts.chat_template
-        if template is None:
-            raise InvalidRequestError("this model has no chat template; pass chat_template=PATH or use generate()")
+        template = self._template()
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         texts = [
@@ -179,18 +213,19 @@ class LLM:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
-        priority: int | Sequence[int],
-        timeout: float | None,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
         templated: bool = False,
+        uses: Sequence[ContextUse | None] | None = None,
     ) -> tuple[list[Request], list[RequestResult]]:
         params = _per_prompt(params or SamplingParams(), len(prompts), "params")
         priorities = _per_prompt(priority, len(prompts), "priorities")
         requests: list[Request] = []
         results: list[RequestResult] = []
-        for prompt, own, rank in zip(prompts, params, priorities, strict=True):
+        for prompt, own, rank, use in zip(prompts, params, priorities, uses or [None] * len(prompts), strict=True):
             # A rendered template brings its own special tokens.
-            ids = self._parts.tokenizer.encode(prompt, add_special=not templated) if isinstance(prompt, str) else prompt
-            request = Request(f"llm-{next(self._ids)}", list(ids), own, priority=rank, timeout=timeout)
+            ids = self._encode(prompt, add_special=not templated)
+            request = Request(f"llm-{next(self._ids)}", ids, own, priority=rank, timeout=timeout, context=use)
             try:
                 self._parts.engine.validate(request)
             except InvalidRequestError as error:
@@ -201,17 +236,35 @@ class LLM:
                 ) from error
             text = prompt if isinstance(prompt, str) else None
             requests.append(request)
-            results.append(
-                RequestResult(request.request_id, text, list(ids), [Completion(index) for index in range(own.n)])
-            )
+            results.append(RequestResult(request.request_id, text, ids, [Completion(index) for index in range(own.n)]))
         return requests, results
+
+    def _generate(self, ids: list[int], params: SamplingParams, use: ContextUse) -> RequestResult:
+        """One request on a context."""
+        return self._run(*self._prepare([ids], params, uses=[use]), progress=False)[0]
+
+    def _encode(self, prompt: Prompt, *, add_special: bool = False) -> list[int]:
+        if isinstance(prompt, str):
+            return self._parts.tokenizer.encode(prompt, add_special=add_special)
+        return list(prompt)
+
+    def _extend(
+        self, chat: Transcript, ids: list[int], messages: Sequence[Any], *, answer: bool
+    ) -> tuple[list[int], Transcript]:
+        plain = [dict(message) for message in messages]
+        return chat.extend(ids, plain, self._template().render, self._encode, answer=answer)
+
+    def _template(self) -> ChatTemplate:
+        if self._parts.chat_template is None:
+            raise InvalidRequestError("this model has no chat template; pass chat_template=PATH or use generate()")
+        return self._parts.chat_template
 
     def _run(self, requests: list[Request], results: list[RequestResult], *, progress: bool) -> list[RequestResult]:
         engine = self._parts.engine
         waiting = deque(requests)
         running = {result.request_id: result for result in results}
-        bar = _progress_bar() if progress else None
-        with self._lock, bar or nullcontext(), _between_steps() as check_interrupt:
+        bar = progress_bar() if progress else None
+        with self._lock, bar or nullcontext(), between_steps() as check_interrupt:
             task = bar.add_task("generate", total=len(results), tokens=0) if bar else None
             tokens = 0
             try:
@@ -232,6 +285,115 @@ class LLM:
                 for request_id in running:
                     engine.abort(request_id)
         return results
+
+
+class Context:
+    """A prompt that stays in the cache until it's closed. Made by ``LLM.context`` and ``fork``.
+
+    Its pages are kept from eviction as long as others can run beside them. Where they had to go, the next use computes
+    them again: the text is the same.
+    """
+
+    def __init__(self, llm: LLM, core: EngineContext) -> None:
+        self._llm = llm
+        self._core = core
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What a request on it starts with."""
+        return list(self._core.ids)
+
+    @property
+    def held_tokens(self) -> int:
+        """How many of them are safe from eviction now."""
+        return self._core.held_tokens
+
+    @property
+    def pages(self) -> int:
+        """Pages it stands on; others may stand on them too."""
+        return self._core.pages
+
+    def fork(self, n: int = 1) -> list[Context]:
+        """As many new contexts at the same place. Nothing is computed or copied.
+
+        Raises:
+            InvalidRequestError: n is out of range, there are too many contexts, or this one is closed.
+        """
+        with self._llm._lock:
+            return [Context(self._llm, core) for core in self._contexts.fork(_OWNER, self._core.id, n)]
+
+    def append(self, prompt: Prompt | Sequence[Message]) -> None:
+        """Compute more of it: a text, token ids, or messages if it was made from messages.
+
+        Raises:
+            InvalidRequestError: it would be too long, or holds no messages to add to.
+        """
+        chat = None
+        if _are_messages(prompt):
+            ids, chat = self._llm._extend(self._chat(), self._core.ids, prompt, answer=False)
+        else:
+            ids = [*self._core.ids, *self._llm._encode(cast(Prompt, prompt))]
+        self._llm._generate(ids, _PREFILL, self._use(True, chat))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] = "",
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        append: bool = False,
+        progress: bool = False,
+    ) -> list[RequestResult]:
+        """Go on from it, with a prompt or without one; several prompts go on from the same place.
+
+        Args:
+            prompts, params, progress: as for ``LLM.generate``.
+            append: it becomes its prompt and the answer; for one prompt, one choice and no stop strings.
+        """
+        many = _as_list(prompts)
+        return self._llm.generate(many, params, progress=progress, contexts=[self] * len(many), append=append)
+
+    def chat(
+        self, messages: Sequence[Message] = (), params: SamplingParams | None = None, *, append: bool = False
+    ) -> RequestResult:
+        """Answer its messages and these.
+
+        Raises:
+            InvalidRequestError: it wasn't made from messages.
+        """
+        ids, chat = self._llm._extend(self._chat(), self._core.ids, messages, answer=True)
+        return self._llm._generate(ids, params or SamplingParams(), self._use(append, chat))
+
+    def close(self) -> None:
+        """Give its pages back. Closing twice is fine, also after the model was closed."""
+        if hasattr(self._llm, "_parts"):
+            with self._llm._lock, suppress(InvalidRequestError):  # closed already
+                self._contexts.delete(_OWNER, self._core.id)
+
+    @property
+    def _contexts(self) -> EngineContexts:
+        return self._llm._parts.engine.contexts
+
+    def _chat(self) -> Transcript:
+        if not isinstance(self._core.note, Transcript):
+            raise InvalidRequestError("this context holds a plain prompt, no messages; use generate() or append text")
+        return self._core.note
+
+    def _use(self, append: bool, chat: Transcript | None = None) -> ContextUse:
+        def note(answer: str) -> object:
+            return chat.answered(answer) if chat is not None and answer else chat
+
+        return ContextUse(self._core.id, _OWNER, append, self._core.version, note)
+
+
+def _are_messages(prompt: Sequence[Any]) -> TypeGuard[Sequence[Message]]:
+    """Whether these are messages, not a text or token ids."""
+    return bool(prompt) and not isinstance(prompt, str) and all(isinstance(item, Mapping) for item in prompt)
 
 
 def _feed(add: Any, waiting: deque[Request]) -> None:
@@ -263,52 +425,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if len(ids) < len(prompts):
         raise InvalidRequestError("prompts mixes token ids with texts or lists", param="prompt")
     return [ids]
-
-
-def _progress_bar() -> Progress | None:
-    """A bar on stderr, or None where no terminal would show it."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        return None
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
-
-
-@contextmanager
-def _between_steps() -> Iterator[Any]:
-    """Hold Ctrl-C back until the running step has ended, so that the engine's books always balance.
-
-    Yields a function that raises KeyboardInterrupt if one came. A second Ctrl-C isn't held back.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # signals go to the main thread
-        return
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:
-        yield lambda: None  # somebody else decides what Ctrl-C means
-        return
-    pressed = False
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            signal.default_int_handler(number, frame)
-        pressed = True
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    check()
