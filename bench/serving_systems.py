@@ -80,7 +80,15 @@ class System:
 
 
 def _pagetrie(options: Options, workload: Workload) -> Launch:  # noqa: ARG001
-    flags = ("--threads", str(options.threads), "--kv-memory", f"{KV_GIB}GiB", "--log-level", "warning")
+    flags = (
+        "--threads",
+        str(options.threads),
+        "--kv-memory",
+        f"{KV_GIB}GiB",
+        "--log-level",
+        "warning",
+        "--no-disk-cache",
+    )
     command = (sys.executable, "-m", "pagetrie.cli", "serve", str(options.model), *flags, *options.pagetrie_args)
     return Launch(command, options.model.stem, "/v1/models")
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pagetrie.bundled import bundled_model_path
+
+# No test leaves pages in the home of whoever runs it; those about the disk cache name a folder.
+os.environ["PAGETRIE_NO_DISK_CACHE"] = "1"
 
 
 @pytest.fixture(scope="session")

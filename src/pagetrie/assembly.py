@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagetrie.bundled import bundled_model_path
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
-from pagetrie.kv.keys import KEY_BYTES
+from pagetrie.kv.keys import SECRET_BYTES
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.loading import load_checkpoint
 from pagetrie.runner.model_runner import ModelRunner
-from pagetrie.runner.storage import bytes_per_page
+from pagetrie.runner.storage import LAYOUT_VERSION, PageStorage, bytes_per_page
 from pagetrie.settings import Settings, flag, format_size, parse_size
 from pagetrie.text.chat_template import ChatTemplate
 from pagetrie.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagetrie.kv.transfers import Transfers
+
+log = logging.getLogger(__name__)
 
 DEFAULT_KV_MEMORY = "1GiB"
 
@@ -53,6 +60,7 @@ def build(
     *,
     make_observer: Callable[[str, int], EngineObserver] | None = None,
     wrap_cache: Callable[[KVCache], KVCache] = lambda cache: cache,
+    default_disk_cache: Path | None = None,
 ) -> Parts:
     """Open the model and build its engine.
 
@@ -60,6 +68,7 @@ def build(
         settings: the options.
         make_observer: makes what hears the engine, from the model's name and its context limit in tokens.
         wrap_cache: may put something around the cache, to watch it.
+        default_disk_cache: where to keep pages if the settings say nothing about it; if that can't be, none are kept.
 
     Raises:
         ModelLoadError: the model can't be used.
@@ -84,7 +93,7 @@ def build(
         attention=settings.attention,
         threads=settings.threads,
     )
-    cache = wrap_cache(_cache(settings, num_pages, max_model_len))
+    cache = wrap_cache(_cache(settings, runner.storage, max_model_len, default_disk_cache))
     engine = Engine(
         runner=runner,
         cache=cache,
@@ -122,7 +131,7 @@ def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "")
         ageing_steps=settings.ageing_steps,
         max_bypass=settings.max_bypass,
         max_contexts=settings.max_contexts,
-        model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}",
+        model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}:{LAYOUT_VERSION}",
     )
 
 
@@ -165,16 +174,45 @@ def context_limit(settings: Settings, model_context: int, num_pages: int) -> int
     return settings.max_model_len
 
 
-def _cache(settings: Settings, num_pages: int, max_model_len: int) -> KVCache:
+def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default_disk_cache: Path | None) -> KVCache:
+    shares = settings.kv_layout == "paged" and settings.prefix_index != "none"
+    asked = [flag(name) for name in ("ram_cache", "disk_cache") if getattr(settings, name) is not None]
+    if settings.no_disk_cache and settings.disk_cache is not None:
+        raise ConfigError(f"give either {flag('disk_cache')} or {flag('no_disk_cache')}, not both")
+    if asked and not shares:
+        raise ConfigError(f"{' and '.join(asked)} need shared prefixes: a paged layout and a prefix index")
     if settings.kv_layout == "contiguous":
-        return ContiguousCacheManager(num_pages=num_pages, page_size=settings.page_size, max_tokens=max_model_len)
+        return ContiguousCacheManager(
+            num_pages=storage.num_pages, page_size=settings.page_size, max_tokens=max_model_len
+        )
+    default = None if settings.no_disk_cache or settings.disk_cache is not None or not shares else default_disk_cache
+    transfers, secret = _tiers(settings, storage, default)
     return CacheManager(
-        num_pages=num_pages,
+        num_pages=storage.num_pages,
         page_size=settings.page_size,
         index=settings.prefix_index,
-        secret=secrets.token_bytes(KEY_BYTES),
-        hold_limit=int(settings.max_pinned * num_pages),
+        secret=secret,
+        hold_limit=int(settings.max_pinned * storage.num_pages),
+        transfers=transfers,
     )
+
+
+def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) -> tuple[Transfers | None, bytes]:
+    if default_disk is None and settings.ram_cache is None and settings.disk_cache is None:
+        return None, secrets.token_bytes(SECRET_BYTES)
+    from pagetrie.kv.tiers.opening import TierOptions, open_tiers  # only who has tiers waits for their imports
+
+    options = TierOptions(
+        ram_bytes=settings.ram_cache or 0,
+        disk=settings.disk_cache.expanduser() if settings.disk_cache is not None else None,
+        disk_bytes=settings.disk_cap,
+    )
+    if default_disk is not None:
+        try:
+            return open_tiers(replace(options, disk=default_disk), storage)
+        except ConfigError as error:
+            log.warning("pages are not kept on disk: %s", error)
+    return open_tiers(options, storage)
 
 
 def _public_name(model: Path | None) -> str:

@@ -37,6 +37,9 @@ _OWNER = ""
 """There is one owner of contexts in a process."""
 _PREFILL = SamplingParams(max_tokens=0, temperature=0.0)
 
+_LONGEST_WAIT = 0.1
+"""Seconds after which a wait for pages looks whether Ctrl-C was pressed."""
+
 
 @dataclass(slots=True)
 class Completion:
@@ -59,6 +62,7 @@ class RequestResult:
         prompt_token_ids: what the model saw.
         choices: ``params.n`` of them, by index.
         cached_tokens: prompt tokens whose keys and values were there already.
+        cached_by_tier: those of them that came from a tier below the pool, by its name.
         prompt_logprobs: one entry per prompt token, the first None, if asked for.
     """
 
@@ -67,6 +71,7 @@ class RequestResult:
     prompt_token_ids: list[int]
     choices: list[Completion]
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
@@ -77,6 +82,7 @@ class RequestResult:
     def take(self, output: RequestOutput) -> None:
         """Add what a step brought."""
         self.cached_tokens = output.cached_tokens
+        self.cached_by_tier = dict(output.cached_by_tier)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         for delta in output.choices:
@@ -118,6 +124,7 @@ class LLM:
     def close(self) -> None:
         """Let go of the model and its memory. The object can't be used afterwards; closing twice is fine."""
         if hasattr(self, "_parts"):
+            self._parts.engine.close()
             del self._parts
 
     def generate(
@@ -267,10 +274,17 @@ class LLM:
         with self._lock, bar or nullcontext(), between_steps() as check_interrupt:
             task = bar.add_task("generate", total=len(results), tokens=0) if bar else None
             tokens = 0
+            arrived = threading.Event()
+            engine.set_waker(arrived.set)
             try:
                 while running:
                     check_interrupt()
                     _feed(engine.add, waiting)
+                    arrived.clear()
+                    pause = engine.pause()
+                    if pause:  # pages are on their way from a tier
+                        arrived.wait(min(pause, _LONGEST_WAIT))
+                        continue
                     for output in engine.step():
                         result = running[output.request_id]
                         result.take(output)

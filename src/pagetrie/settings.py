@@ -64,6 +64,10 @@ def _option(default: Any, help: str, panel: str, *, shown: str | None = None, **
     return Field(default, description=help, json_schema_extra={"panel": panel, "shown": shown}, **limits)
 
 
+_ONE_OF = (("kv_memory", "num_pages"), ("disk_cache", "no_disk_cache"))
+"""Options of which one source may give only one."""
+
+
 class Settings(BaseSettings):
     """The options. Made directly it knows only its arguments and the defaults; see ``load_settings``."""
 
@@ -96,6 +100,17 @@ class Settings(BaseSettings):
     prefix_index: Literal["radix", "hash", "none"] = _option(
         "radix", "How stored prefixes are found: radix tree, chained hash, or no sharing at all.", CACHE
     )
+    ram_cache: Size | None = _option(
+        None, "Memory for pages that the pool had to give up, such as 4GiB.", CACHE, shown="none", gt=0
+    )
+    disk_cache: Path | None = _option(
+        None,
+        "Folder that keeps pages over restarts; one server at a time.",
+        CACHE,
+        shown="for serve, ~/.cache/pagetrie/pages",
+    )
+    disk_cap: Size = _option("4GiB", "Most bytes that the disk cache may take.", CACHE, gt=0)
+    no_disk_cache: bool = _option(False, "Keep no pages on disk.", CACHE)
     attention: Literal["auto", "native", "torch"] = _option(
         "auto", "What computes attention: native kernels, torch, or the kernels where they fit the model.", CACHE
     )
@@ -197,17 +212,16 @@ def load_settings(flags: Mapping[str, Any], config: Path | None = None, *, defau
 
     layers = (given, environment, file)
     merged: dict[str, Any] = {}
-    pool_size_known = False
     for layer in layers:
-        sizes = [name for name in ("kv_memory", "num_pages") if name in layer]
-        if len(sizes) == 2:
-            raise ConfigError(f"give either {_said('kv_memory', layers, named)} or num_pages, not both")
-        # Both say how big the pool is, so the stronger source's word replaces the weaker one's.
-        skip = sizes if pool_size_known else []
-        pool_size_known = pool_size_known or bool(sizes)
+        for pair in _ONE_OF:
+            said = [name for name in pair if name in layer]
+            if len(said) == 2:
+                raise ConfigError(f"give either {_said(pair[0], layers, named)} or {pair[1]}, not both")
+            # Both speak of the same thing, so the stronger source's word replaces the weaker one's.
+            if said and any(name in merged for name in pair):
+                layer = {name: value for name, value in layer.items() if name not in said}
         for name, value in layer.items():
-            if name not in skip:
-                merged.setdefault(name, value)
+            merged.setdefault(name, value)
     try:
         return Settings(**merged)
     except ValidationError as error:

@@ -30,7 +30,8 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k == "PAGETRIE_CACHE_DIR" or not k.upper().startswith("PAGETRIE_")}
+    needed = ("PAGETRIE_CACHE_DIR", "PAGETRIE_NO_DISK_CACHE")
+    kept = {k: v for k, v in os.environ.items() if k in needed or not k.upper().startswith("PAGETRIE_")}
     return kept | {"PYTHONPATH": str(Path(pagetrie.__file__).parents[1])}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,12 +24,12 @@ def test_a_page_is_one_run_of_bytes(dtype: str, size: int) -> None:
     storage = filled(dtype)
     expected = 3 * 2 * 2 * 4 * 4 * size
     assert storage.bytes_per_page == expected == bytes_per_page(CONFIG, 4, dtype)  # type: ignore[arg-type]
-    view = storage.page_bytes(2)
-    assert view.dtype == torch.uint8
+    view = storage.read_page(2)
+    assert view.dtype == np.uint8
     assert view.shape == (expected,)
-    assert view.data_ptr() == storage.data.data_ptr() + 2 * expected
+    assert view.ctypes.data == storage.data.data_ptr() + 2 * expected
     before = storage.data.clone()
-    storage.page_bytes(5).copy_(view)
+    storage.write_page(5, view)
     assert torch.equal(storage.data[5], before[2])
     assert torch.equal(storage.data[:5], before[:5])
 

@@ -85,7 +85,8 @@ class Snapshot:
     total_pages: int = 100
     free_pages: int = 70
     active_pages: int = 10
-    cached_pages: int = 20
+    cached_pages: int = 17
+    loading_pages: int = 3
     page_size: int = 16
     evicted_pages: int = 5
     cow_copies: int = 3

@@ -46,7 +46,7 @@ async def test_whole_answer_has_openais_form(make_site):
             "prompt_tokens": prompt,
             "completion_tokens": 6,
             "total_tokens": prompt + 6,
-            "prompt_tokens_details": {"cached_tokens": 4},
+            "prompt_tokens_details": {"cached_tokens": 4, "pagetrie": {"pool": 4, "ram": 0, "disk": 0, "store": 0}},
         },
     }
 
@@ -71,7 +71,10 @@ async def test_stream_opens_each_choice_with_its_role_and_ends_with_usage(make_s
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 6
     assert usage["usage"]["prompt_tokens"] == len("user: hi\nassistant: ")
-    assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert usage["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "pagetrie": {"pool": 0, "ram": 0, "disk": 0, "store": 0},
+    }
     for index, text in ((0, "abcd"), (1, "xy")):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert own[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}

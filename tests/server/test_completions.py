@@ -24,7 +24,7 @@ async def test_whole_answer_has_openais_form(site):
             "prompt_tokens": 3,
             "completion_tokens": 6,
             "total_tokens": 9,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "pagetrie": {"pool": 0, "ram": 0, "disk": 0, "store": 0}},
         },
     }
 

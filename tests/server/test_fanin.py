@@ -78,7 +78,7 @@ async def test_usage_adds_up_over_prompts():
         "prompt_tokens": 30,
         "completion_tokens": 8,
         "total_tokens": 38,
-        "prompt_tokens_details": {"cached_tokens": 20},
+        "prompt_tokens_details": {"cached_tokens": 20, "pagetrie": {"pool": 20, "ram": 0, "disk": 0, "store": 0}},
     }
     await outputs.aclose()
 

@@ -122,7 +122,7 @@ async def test_gauges_come_from_the_engine_at_scrape_time(site):
     assert value("vllm:num_requests_running") == 0
     assert value("vllm:kv_cache_usage_perc") == pytest.approx(0.1)
     assert value("vllm:cache_config_info", block_size="16", num_gpu_blocks="100", cache_dtype="fp16") == 1
-    for state, count in (("free", 70), ("active", 10), ("cached", 20)):
+    for state, count in (("free", 70), ("active", 10), ("cached", 17), ("loading", 3)):
         assert value("pagetrie:pages", state=state) == count
     assert value("pagetrie:evicted_pages_total") == 5
     assert value("pagetrie:copy_on_write_copies_total") == 3

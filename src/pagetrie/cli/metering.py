@@ -34,6 +34,7 @@ class MeteredCache:
         self.page_size = cache.page_size
         self.hold_limit = cache.hold_limit
         self.shares = cache.shares
+        self.transfers = cache.transfers
         self._leases: list[CacheLease] = []
 
     def open(

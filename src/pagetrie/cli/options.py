@@ -57,6 +57,11 @@ def _model_argument() -> Any:
 def _annotation(name: str, field: FieldInfo) -> Any:
     kind = _plain_type(field)
     shown = _extra(field)["shown"] or field.default
+    if kind is bool:
+        switch = typer.Option(
+            settings.flag(name), help=escape(field.description or ""), rich_help_panel=_extra(field)["panel"]
+        )
+        return Annotated[bool | None, switch]
     option = typer.Option(
         settings.flag(name),
         help=_with_default(field.description or "", shown),
@@ -74,7 +79,7 @@ def _plain_type(field: FieldInfo) -> Any:
         (annotation,) = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
-    if annotation in _METAVARS or get_origin(annotation) is Literal:
+    if annotation is bool or annotation in _METAVARS or get_origin(annotation) is Literal:
         return annotation
     raise TypeError(f"no command-line form for {annotation!r}")
 

@@ -7,6 +7,7 @@ import sys
 
 from pagetrie.assembly import Parts, build
 from pagetrie.engine.loop import EngineLoop
+from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.serve import serve as run_until_stopped
@@ -34,7 +35,9 @@ def serve(settings: Settings) -> None:
         made.append(Metrics(name, max_model_len, labels))
         return made[0]
 
-    parts = build(settings, make_observer=make_metrics)
+    # A plain chat client finds its prefixes again after a restart, with no call of its own.
+    pages = (settings.cache_dir or cache_dir()) / "pages"
+    parts = build(settings, make_observer=make_metrics, default_disk_cache=pages)
     app = create_app(
         loop=EngineLoop(parts.engine),
         tokenizer=parts.tokenizer,

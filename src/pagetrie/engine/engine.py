@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 _SEED_MASK = 2**64 - 1
 
+_TELLING_PREFILL = 64
+"""Prompt tokens in a step from which its duration says something about the speed of prefill."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -112,6 +115,9 @@ class Engine:
             ageing_steps=config.ageing_steps,
             max_bypass=config.max_bypass,
         )
+        self._transfers = cache.transfers
+        # The last step found nothing to compute, and nothing runs.
+        self._stalled = False
         self._states: dict[str, RequestState] = {}
         self.contexts = Contexts(
             cache,
@@ -217,6 +223,7 @@ class Engine:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in living)
             heappush(self._deadlines, (state.arrival + request.timeout, state.order, request.request_id))
         self._scheduler.add(root)
+        self._stalled = False
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever phase it is; its pages are free when this returns.
@@ -237,6 +244,37 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._states)
+
+    def settle(self) -> None:
+        """Take in what has arrived from tiers below the pool. ``step`` does so too."""
+        if self._transfers is not None:
+            self._transfers.settle()
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """What to call, from any thread, when a pause may be over before its time."""
+        if self._transfers is not None:
+            self._transfers.set_waker(waker)
+
+    def pause(self) -> float | None:
+        """How long nothing has to be done, in seconds: 0 for a step (or ``settle``) now, None until something is added.
+
+        A pause of a certain length means that all requests wait for pages from tiers below the pool.
+        """
+        now, waits = self._clock(), []
+        if self._transfers is not None and (arrival := self._transfers.next_deadline()) is not None:
+            waits.append(0.0 if self._transfers.has_news() else arrival - now)
+        if self.has_work:
+            if not (self._stalled and waits):
+                return 0.0
+            waits += [deadline - now for deadline, _, _ in self._deadlines[:1]]
+        if (expiry := self.contexts.seconds_to_expiry()) is not None:
+            waits.append(expiry)
+        return max(0.0, min(waits)) if waits else None
+
+    def close(self) -> None:
+        """Write what the pool holds to the tiers below it, for a bounded time. Nothing is stored after that."""
+        if self._transfers is not None:
+            self._transfers.close()
 
     @property
     def num_running(self) -> int:
@@ -264,7 +302,9 @@ class Engine:
         self.contexts.expire()
         outputs: dict[str, RequestOutput] = {}
         self._expire(started, outputs)
+        self.settle()
         plan = self._scheduler.schedule()
+        self._stalled = not plan.shares and not self._scheduler.running
         for sequence in plan.admitted:
             self._on_admitted(sequence, started)
         for sequence in plan.outgrown:
@@ -284,6 +324,8 @@ class Engine:
                 for (sequence, count), result in zip(plan.shares.items(), results, strict=True):
                     generated += self._commit(sequence, count, result, outputs)
         now = self._clock()
+        if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
+            self._transfers.note_prefill(prefill_tokens, now - started)
         self._observer.on_step(
             StepReport(
                 time=now,
@@ -313,6 +355,9 @@ class Engine:
             return
         state.admitted_at = now
         state.cached_tokens = sequence.lease.cached_tokens
+        if self._transfers is not None:
+            claimed = self._transfers.claim(sequence.lease.pages)
+            state.cached_by_tier = {name: pages * self._cache.page_size for name, pages in claimed.items()}
         request = state.request
         self._observer.on_admission(
             AdmissionReport(request.request_id, now - state.arrival, len(request.prompt_ids), state.cached_tokens)
@@ -502,6 +547,7 @@ class Engine:
                 request_id=state.request.request_id,
                 prompt_tokens=len(state.request.prompt_ids),
                 cached_tokens=state.cached_tokens,
+                cached_by_tier=state.cached_by_tier,
             )
             outputs[state.request.request_id] = output
         output.completion_tokens = state.completion_tokens

@@ -43,6 +43,7 @@ class EngineSnapshot:
     cow_copies: int
     pinned_pages: int
     contexts: int
+    loading_pages: int = 0
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -100,6 +101,7 @@ class EngineLoop:
         self._stopped = False
         self._idle_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._snapshot = self._take_snapshot()
+        engine.set_waker(self._notify)
         self._thread = threading.Thread(target=self._run, name="pagetrie-engine", daemon=True)
 
     def start(self) -> None:
@@ -200,10 +202,13 @@ class EngineLoop:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._commands or self._engine.has_work or self._stopped):
-                    self._tell_idle()
-                    if not self._wake.wait(self._engine.contexts.seconds_to_expiry()):
+                while not (self._commands or self._stopped):
+                    if not self._engine.has_work:
+                        self._tell_idle()
+                    pause = self._engine.pause()
+                    if pause == 0:
                         break
+                    self._wake.wait(pause)
                 commands, self._commands = self._commands, []
                 stopped = self._stopped
             self._engine.contexts.expire()
@@ -213,8 +218,9 @@ class EngineLoop:
                 outputs = self._engine.abort_all()
                 self._snapshot = self._take_snapshot()
                 self._deliver(outputs)
+                self._engine.close()
                 return
-            outputs = self._step() if self._engine.has_work else []
+            outputs = self._step() if self._engine.has_work else self._settle()
             # First the snapshot: who has read a token must not find metrics from before it.
             self._snapshot = self._take_snapshot()
             self._deliver(outputs)
@@ -242,6 +248,14 @@ class EngineLoop:
             for output in outputs:
                 output.error = EngineError("the step loop failed; try again")
             return outputs
+
+    def _settle(self) -> list[RequestOutput]:
+        self._engine.settle()
+        return []
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput]]] = {}
@@ -273,6 +287,7 @@ class EngineLoop:
             cow_copies=stats.copied_pages,
             pinned_pages=stats.pinned_pages,
             contexts=len(engine.contexts),
+            loading_pages=stats.loading_pages,
         )
 
 

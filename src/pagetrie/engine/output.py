@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +46,7 @@ class RequestOutput:
         prompt_logprobs: with the first output, if asked for: one entry per prompt token, the first None.
         finished: every choice has ended; nothing follows.
         error: why the request failed, with ``finished``.
+        cached_by_tier: cached tokens that came from a tier below the pool (``ram``, ``disk``, ``store``).
     """
 
     request_id: str
@@ -55,3 +57,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finished: bool = False
     error: PagetrieError | None = None
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)

@@ -158,7 +158,7 @@ class Scheduler:
                 victims = [min(lesser, key=value)]
             if victims is None:
                 # Held prefixes give way only to what can't run otherwise.
-                alone = len(self.running) == 1
+                alone = len(self.running) == 1 and not self._loading()
                 if (alone or is_guaranteed(sequence)) and self._cache.give_up_hold():
                     continue
                 if alone:
@@ -169,6 +169,10 @@ class Scheduler:
             for victim in victims:
                 self._preempt(victim, plan)
         return True
+
+    def _loading(self) -> bool:
+        """Pages are held by a load: they'll be there once it has ended."""
+        return self._cache.transfers is not None and self._cache.transfers.loading_pages > 0
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         self.remove(victim)
@@ -256,7 +260,7 @@ class Scheduler:
     def _extend_first(self, lease: CacheLease, count: int) -> bool:
         """Get a newcomer's first pages; held prefixes give way to it only if nothing else runs."""
         while lease.extend(count):
-            if self.running or not self._cache.give_up_hold():
+            if self.running or self._loading() or not self._cache.give_up_hold():
                 return False
         return True
 

@@ -19,6 +19,7 @@ class RequestState:
         order: arrival number; among equals, older requests go first and are preempted last.
         level: ``priority + arrival step // ageing_steps``; lower goes first (see ``waiting``).
         max_tokens: tokens each choice may generate, after the context's and the pool's limits.
+        cached_by_tier: of the cached tokens, those that came from a tier below the pool, by its name.
         sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
     """
 
@@ -31,6 +32,7 @@ class RequestState:
     admitted_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     completion_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_due: bool = False

@@ -2,7 +2,7 @@
 
 from pagetrie.kv.contiguous import ContiguousCacheManager
 from pagetrie.kv.holds import Hold
-from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, KVCache, PendingPage, ResetReport
+from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, KVCache, PageTransfers, PendingPage, ResetReport
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.namespace import encode_namespace
 
@@ -15,6 +15,7 @@ __all__ = [
     "Hold",
     "KVCache",
     "Lease",
+    "PageTransfers",
     "PendingPage",
     "ResetReport",
     "encode_namespace",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagetrie.errors import HoldLimitError
-from pagetrie.kv.interface import CacheHold, CacheStats, PendingPage, ResetReport
+from pagetrie.kv.interface import CacheHold, CacheStats, PageTransfers, PendingPage, ResetReport
 
 
 class ContiguousCacheManager:
@@ -25,6 +25,7 @@ class ContiguousCacheManager:
         self.hold_limit = 0
         self.shares = False
         self.page_size = page_size
+        self.transfers: PageTransfers | None = None
         self._reservation = -(-max_tokens // page_size)
         if self._reservation > num_pages:
             raise ValueError(f"one reservation of {self._reservation} pages exceeds the pool's {num_pages}")

@@ -6,7 +6,7 @@ came from).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,12 @@ class PendingPage:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Pages by state, and what has happened so far. ``free + active + cached == total`` at all times.
+    """Pages by state, and what has happened so far. ``free + active + cached + loading == total`` at all times.
 
     Attributes:
         active_pages: held by a lease.
         cached_pages: held by none, in the index, evictable.
+        loading_pages: being filled from a tier.
         evicted_pages, copied_pages: counts since start.
         pinned_pages: those of the active pages that a hold keeps.
     """
@@ -38,6 +39,7 @@ class CacheStats:
     evicted_pages: int
     copied_pages: int
     pinned_pages: int = 0
+    loading_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,43 @@ class CacheHold(Protocol):
     def release(self) -> None: ...
 
 
+class PageTransfers(Protocol):
+    """What moves pages between the pool and the tiers below it, as far as the engine has to know."""
+
+    @property
+    def loading_pages(self) -> int:
+        """Pages that no one can have before a load has ended."""
+        ...
+
+    def settle(self) -> None:
+        """Take in what has arrived, give up what is late. Called between two steps."""
+        ...
+
+    def has_news(self) -> bool:
+        """Whether ``settle`` has something to do now."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When it will have at the latest, in seconds of the clock; None if nothing is on its way."""
+        ...
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """What to call, from any thread, once ``has_news`` is true."""
+        ...
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A step computed so many prompt tokens in that time: what loading has to compete with."""
+        ...
+
+    def claim(self, pages: Sequence[int]) -> dict[str, int]:
+        """Of these pages, how many came from which tier and are used for the first time since."""
+        ...
+
+    def close(self) -> None:
+        """Write what tiers lack, for a bounded time, and end. Idempotent."""
+        ...
+
+
 class KVCache(Protocol):
     """The only door to the cache."""
 
@@ -146,6 +185,11 @@ class KVCache(Protocol):
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         """How many leading ``tokens`` are stored now, in whole pages. Pins nothing and counts as no use: a hint."""
+        ...
+
+    @property
+    def transfers(self) -> PageTransfers | None:
+        """What moves pages to and from tiers; None if there are none."""
         ...
 
     @property

@@ -7,7 +7,7 @@ lease's one pin, on the node where they end; the rest are private to it (and its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
@@ -17,6 +17,9 @@ from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
+
+if TYPE_CHECKING:
+    from pagetrie.kv.transfers import Transfers
 
 IndexKind = Literal["radix", "hash", "none"]
 
@@ -32,6 +35,7 @@ class CacheManager:
         index: ``radix``, ``hash``, or ``none`` to share nothing between requests.
         secret: 32 bytes keying the hash index's keys.
         hold_limit: most pages that holds may pin; None for all.
+        transfers: what moves pages to and from tiers below the pool, if there are any.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class CacheManager:
         index: IndexKind = "radix",
         secret: bytes = _NO_SECRET,
         hold_limit: int | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -58,6 +63,10 @@ class CacheManager:
         self._copied_pages = 0
         # The next page of every lease that is computing known tokens: (node it follows, its tokens).
         self._computing: dict[tuple[Node, bytes], tuple[Lease, PendingPage]] = {}
+        self.transfers = transfers
+        if transfers is not None:
+            transfers.bind(self)
+            self.index.on_evict = transfers.evicting
 
     def open(
         self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
@@ -80,6 +89,8 @@ class CacheManager:
         if lookup:
             leader = self._computing.get((match.node, lease._next_page()))
             lease.awaits = leader[1] if leader else None
+            if leader is None and self.transfers is not None:
+                lease.awaits = self.transfers.consider(match.root, match.node, match.pages, packed)
         self._announce(lease)
         return lease
 
@@ -105,13 +116,15 @@ class CacheManager:
         return copies
 
     def stats(self) -> CacheStats:
+        loading = 0 if self.transfers is None else self.transfers.loading_pages
         return CacheStats(
             total_pages=self.num_pages,
             free_pages=self.pool.free_pages,
-            active_pages=self.pool.private_pages + self.index.active_pages,
+            active_pages=self.pool.private_pages - loading + self.index.active_pages,
             cached_pages=self.index.cached_pages,
             evicted_pages=self.index.evicted_pages,
             copied_pages=self._copied_pages,
+            loading_pages=loading,
             pinned_pages=self._holds.pages,
         )
 
@@ -119,7 +132,11 @@ class CacheManager:
         """Forget every stored prefix, held ones too. Running leases keep their pages but publish nothing more."""
         while self._holds.give_up():
             pass
+        self.index.on_evict = None
         freed, _ = self.index.reset()
+        if self.transfers is not None:
+            self.transfers.reset()
+            self.index.on_evict = self.transfers.evicting
         return ResetReport(freed_pages=freed, busy_pages=self.num_pages - self.pool.free_pages)
 
     def check(self) -> None:
@@ -127,7 +144,9 @@ class CacheManager:
         self.index.check()
         self._holds.check()
         stats = self.stats()
-        assert stats.free_pages + stats.active_pages + stats.cached_pages == stats.total_pages
+        assert stats.free_pages + stats.active_pages + stats.cached_pages + stats.loading_pages == stats.total_pages
+        if self.transfers is not None:
+            self.transfers.check()
 
     # -- for leases --------------------------------------------------------------------------------------------------
 
@@ -136,7 +155,10 @@ class CacheManager:
         short = count - self.pool.free_pages
         if short > 0:
             self.index.evict(short)
-        return self.pool.allocate(count)
+        pages = self.pool.allocate(count)
+        if self.transfers is not None:
+            self.transfers.taken(pages)
+        return pages
 
     def _copy(self, source: int, destination: int) -> None:
         self._copies.append((source, destination))
@@ -281,6 +303,8 @@ class Lease:
         self.pages[first : first + len(kept)] = kept
         self._indexed += len(kept)
         manager.pool.release([own for own, page in zip(mine, kept, strict=False) if own != page])
+        if manager.transfers is not None:
+            manager.transfers.published(self._root, self.pages[first - 1] if first else None, tokens, kept)
         if node is not self._node:
             index.pin(node)
             index.unpin(self._node)
@@ -334,6 +358,8 @@ class Lease:
             index.unpin(self._partial[1])
             self._partial = None
         index.touch(self._node)
+        if manager.transfers is not None and self._indexed and not self._root.dead:
+            manager.transfers.used(self.pages[self._indexed - 1])
         index.unpin(self._node)
         self.pages = []
         self._room = 0

@@ -12,7 +12,7 @@ remains is always a usable prefix.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -94,6 +94,8 @@ class PageTree:
         self.indexed_pages = 0
         self.active_pages = 0
         self.evicted_pages = 0
+        # Hears of pages before they are evicted: the node, and how many of its last pages.
+        self.on_evict: Callable[[Node, int], None] | None = None
         self._roots: dict[bytes, Node] = {}
         self._dead_roots: list[Node] = []
         self._ticks = count(1)
@@ -277,6 +279,8 @@ class PageTree:
                 continue
             node = heap[0][2]
             count_here = min(wanted - freed, len(node.pages))
+            if self.on_evict is not None:
+                self.on_evict(node, count_here)
             freed += count_here
             self.indexed_pages -= count_here
             self.evicted_pages += count_here

@@ -8,10 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pagetrie.errors import ConfigError
 from pagetrie.models.config import ModelConfig
+
+LAYOUT_VERSION = 1
+"""Changes with the meaning of a page's bytes: pages stored before are not read any more."""
 
 KvDtype: TypeAlias = Literal["fp16", "fp32"]
 _TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
@@ -58,6 +63,7 @@ class PageStorage:
         self.data = _reserve(self.bytes_per_page * num_pages).view(_TORCH_DTYPES[dtype]).view(shape)
         self.keys = self.data[:, :, 0].view(*shape[:2], -1, head_dim, size)
         self.values = self.data[:, :, 1].view(*shape[:2], -1, size, head_dim)
+        self._bytes = self.data.view(num_pages, -1).view(torch.uint8).numpy()
         self._blocks = self.data.view(num_pages * config.n_layers, *shape[2:])
         self._n_layers = config.n_layers
         self._sizes = (size, head_dim)
@@ -108,9 +114,14 @@ class PageStorage:
         for source, destination in copies:
             self.data[destination].copy_(self.data[source])
 
-    def page_bytes(self, page: int) -> torch.Tensor:
+    def read_page(self, page: int) -> NDArray[np.uint8]:
         """The bytes of a page, uint8 [bytes_per_page]; a view, so writing to it writes the page."""
-        return self.data[page].view(-1).view(torch.uint8)
+        view: NDArray[np.uint8] = self._bytes[page]
+        return view
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        """Copy a page in, uint8 [bytes_per_page]. Other threads may use other pages meanwhile."""
+        np.copyto(self._bytes[page], data)
 
 
 def _reserve(size: int) -> torch.Tensor:

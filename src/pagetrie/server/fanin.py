@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.runner import TokenLogprob
@@ -13,6 +13,9 @@ from pagetrie.server.disconnect import cancel_and_wait
 from pagetrie.server.engine_api import Source
 from pagetrie.server.errors import ServerStoppingError
 
+TIERS = ("ram", "disk", "store")
+"""Below the pool, as named in usage."""
+
 
 @dataclass(slots=True)
 class PromptState:
@@ -20,6 +23,7 @@ class PromptState:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     completion_tokens: int = 0
     logprobs: list[TokenLogprob | None] | None = None
 
@@ -43,14 +47,20 @@ class OutputStream:
         self._pumps = [asyncio.ensure_future(self._pump(i, source)) for i, source in enumerate(sources)]
 
     def usage(self) -> dict[str, object]:
-        """OpenAI's usage object: prompts counted once each, completions over all choices."""
+        """OpenAI's usage object: prompts counted once each, completions over all choices.
+
+        As an addition, cached tokens are split by where they came from.
+        """
         prompt = sum(p.prompt_tokens for p in self.prompts)
         completion = sum(p.completion_tokens for p in self.prompts)
+        cached = sum(p.cached_tokens for p in self.prompts)
+        below = [sum(p.cached_by_tier.get(name, 0) for p in self.prompts) for name in TIERS]
+        tiers = dict(zip(TIERS, below, strict=True))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(p.cached_tokens for p in self.prompts)},
+            "prompt_tokens_details": {"cached_tokens": cached, "pagetrie": {"pool": cached - sum(below), **tiers}},
         }
 
     async def __aiter__(self) -> AsyncIterator[list[ChoiceDelta]]:
@@ -96,6 +106,7 @@ class OutputStream:
         state = self.prompts[prompt]
         state.prompt_tokens = output.prompt_tokens
         state.cached_tokens = output.cached_tokens
+        state.cached_by_tier = output.cached_by_tier
         state.completion_tokens = output.completion_tokens
         if output.prompt_logprobs is not None:
             state.logprobs = output.prompt_logprobs

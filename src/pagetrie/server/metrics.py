@@ -224,7 +224,12 @@ class Metrics(EngineObserver):
         info.add_metric(tuple(config.values()), 1)
         yield info
         pages = GaugeMetricFamily("pagetrie:pages", "KV pages by state.", labels=(*names, "state"))
-        for state, count in (("free", now.free_pages), ("active", now.active_pages), ("cached", now.cached_pages)):
+        for state, count in (
+            ("free", now.free_pages),
+            ("active", now.active_pages),
+            ("cached", now.cached_pages),
+            ("loading", now.loading_pages),
+        ):
             pages.add_metric((*values, state), count)
         yield pages
         yield gauge(

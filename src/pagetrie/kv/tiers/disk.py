@@ -1,0 +1,311 @@
+"""Pages on a local disk, in segment files: a log whose oldest segment makes room, hot pages written once more.
+
+What is read is verified; what doesn't verify is dropped. Nothing waits for the disk to have it in safety: a page lost
+with the power is a miss. A kill loses at most what was still in the queue.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+
+import numpy as np
+
+from pagetrie.kv.tiers.folder import CacheFolder
+from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
+from pagetrie.kv.tiers.record import Checksum, Head, matches, pack_head, parse_head
+from pagetrie.kv.tiers.segment import HEADER_BYTES, TRAILER_BYTES, Segment, SegmentError
+
+log = logging.getLogger(__name__)
+
+SEGMENTS = 128
+"""Segments that the capacity is cut into: as many files stay open, and one of them makes room at a time."""
+
+RETRY_SECONDS = 30.0
+"""How long nothing is written after the disk was full."""
+
+REWRITTEN_SEGMENTS = 4
+"""Most segments' worth of pages that are written anew to make room once."""
+
+CLOSE_SECONDS = 2.0
+
+_AHEAD = 8
+_NAME = re.compile(r"segment-(\d{12})\.pages")
+
+
+class _Entry:
+    """Where a page is. ``used``: the round in which it was last used, -1 for never."""
+
+    __slots__ = ("bytes", "head_bytes", "offset", "page_bytes", "parent", "segment", "used")
+
+    def __init__(self, segment: Segment, offset: int, head: Head) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.head_bytes = head.size
+        self.page_bytes = head.page_bytes
+        self.parent = head.ref.parent
+        self.used = -1
+
+    @property
+    def size(self) -> int:
+        return self.head_bytes + self.page_bytes
+
+
+class DiskTier:
+    """Pages on disk (``Tier``).
+
+    Room is made by giving up the oldest segment. Those of its pages that were used during the last round over all
+    segments are written anew, the most recently used ones first, as long as that makes room at all. A use of a page
+    counts for all before it, so what stays is a usable prefix.
+
+    Args:
+        folder: where; held by this tier and closed with it.
+        capacity: most bytes of all files together.
+        clock: seconds.
+    """
+
+    name = "disk"
+    traits = TierTraits(speed=Speed(1e-3, 1e9))
+
+    def __init__(self, folder: CacheFolder, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._seal = Checksum()
+        # A segment, with its index, is kept free for pages that are written anew while their old file is still there.
+        self._segment_bytes = max(1, capacity // SEGMENTS, min(4 << 20, capacity // 8))
+        self._reserve = self._segment_bytes + self._segment_bytes // 8
+        self._limit = capacity - self._reserve
+        self._capacity = capacity
+        self._index: dict[bytes, _Entry] = {}
+        self._lock = Lock()  # the index; held for moments
+        self._writing = Lock()  # one writer at a time
+        self._segments: list[Segment] = []
+        self._next_number = 0
+        self._round = 0
+        self._writable = folder.writable
+        self._retry_at = 0.0
+        self._stats = TierStats(capacity_bytes=capacity)
+        self._load()
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        names = sorted(path for path in self.folder.path.iterdir() if _NAME.fullmatch(path.name))
+        for path in names:
+            self._next_number = int(path.name[8:20]) + 1
+            try:
+                segment = Segment.open(path, self.folder.secret_name, writable=self._writable)
+                for offset, head in segment.records(self._seal):
+                    self._index[head.ref.key] = _Entry(segment, offset, head)
+                    segment.keys.append(head.ref.key)
+                if self._writable and not (segment.sealed and segment.size >= self._segment_bytes):
+                    segment.reopen()
+                if self._writable and path != names[-1]:
+                    segment.seal(self._seal)
+            except (SegmentError, OSError) as error:
+                log.warning("a segment of the disk cache is of no use and dropped: %s", error)
+                self._index = {key: entry for key, entry in self._index.items() if entry.segment.path != path}
+                if self._writable:
+                    path.unlink(missing_ok=True)
+                continue
+            self._segments.append(segment)
+        if self._writable:
+            with self._writing:
+                self._make_room(0)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> TierStats:
+        stats = self._stats
+        stats.pages = len(self._index)
+        stats.used_bytes = sum(segment.size for segment in self._segments)
+        stats.healthy = self._writable and self._clock() >= self._retry_at
+        return stats
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._index
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        index = self._index
+        return next((count for count, key in enumerate(keys) if key not in index), len(keys))
+
+    def get(self, refs: Sequence[PageRef]) -> Iterator[Bytes]:
+        with self._lock:
+            entries = [self._index.get(ref.key) for ref in refs]
+        buffer = np.empty(0, np.uint8)
+        for number, (ref, entry) in enumerate(zip(refs, entries, strict=True)):
+            started = self._clock()
+            if entry is None:
+                self._stats.failed_pages += 1
+                return
+            ahead = entries[number : number + _AHEAD]
+            if number % (_AHEAD // 2) == 0 and all(e is not None and e.segment is entry.segment for e in ahead):
+                assert ahead[-1] is not None
+                entry.segment.will_read(entry.offset, ahead[-1].offset + ahead[-1].size - entry.offset)
+            if buffer.nbytes != entry.page_bytes:
+                buffer = np.empty(entry.page_bytes, np.uint8)
+            if not self._read(entry, ref, buffer):
+                self._drop(ref.key, entry)
+                self._stats.failed_pages += 1
+                return
+            self.touch(ref.key)
+            self._stats.hit_pages += 1
+            self._stats.hit_bytes += buffer.nbytes
+            self._stats.get_seconds += self._clock() - started
+            yield buffer
+
+    def _read(self, entry: _Entry, ref: PageRef, out: Bytes) -> bool:
+        front = bytearray(entry.head_bytes)
+        try:
+            got = entry.segment.read([front, out.data], entry.offset)
+        except OSError as error:
+            log.warning("the disk cache can't be read: %s", error)
+            return False
+        return got == entry.size and matches(parse_head(front, self._seal), ref, out.data, self._seal)
+
+    def _drop(self, key: bytes, entry: _Entry) -> None:
+        with self._lock:
+            if self._index.get(key) is entry:
+                del self._index[key]
+
+    def touch(self, key: bytes) -> None:
+        with self._lock:
+            entry = self._index.get(key)
+            # Ancestors were used in the same round if this page was.
+            while entry is not None and entry.used != self._round:
+                entry.used = self._round
+                entry = self._index.get(entry.parent)
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def put(self, pages: Sequence[tuple[PageRef, Bytes]]) -> int:
+        stored, started = 0, self._clock()
+        with self._writing:
+            for ref, data in pages:
+                if ref.key in self._index:
+                    stored += 1
+                elif self._store(ref, data):
+                    stored += 1
+                    self._stats.stored_pages += 1
+                    self._stats.stored_bytes += data.nbytes
+                else:
+                    self._stats.refused_pages += 1
+        self._stats.put_seconds += self._clock() - started
+        return stored
+
+    def _store(self, ref: PageRef, data: Bytes) -> bool:
+        if not self._writable or self._clock() < self._retry_at:
+            return False
+        head = pack_head(ref, data.data, self._seal)
+        size = len(head) + data.nbytes
+        # Each record also stands in its segment's index.
+        if HEADER_BYTES + size + 2 * len(head) > self._limit:
+            return False
+        try:
+            self._make_room(size + 2 * len(head))
+            self._append(head, data, used=-1)
+        except OSError as error:
+            self._give_way(error)
+            return False
+        return True
+
+    def _append(self, front: bytes, data: Bytes, *, used: int) -> None:
+        size = len(front) + data.nbytes
+        current = self._segments[-1] if self._segments else None
+        if current is None or current.sealed or current.size + size > max(self._segment_bytes, HEADER_BYTES + size):
+            if current is not None:
+                current.seal(self._seal)
+            path = self.folder.path / f"segment-{self._next_number:012d}.pages"
+            self._next_number += 1
+            current = Segment.create(path, self.folder.secret_name)
+            self._round += 1
+            self._segments.append(current)
+        offset = current.append(front, data.data)
+        head = parse_head(front, self._seal)
+        assert head is not None
+        entry = _Entry(current, offset, head)
+        entry.used = used
+        current.keys.append(head.ref.key)
+        with self._lock:
+            self._index[head.ref.key] = entry
+
+    def _make_room(self, size: int) -> None:
+        """Give up the oldest segments until ``size`` more bytes fit."""
+
+        def taken() -> int:
+            return sum(segment.size + segment.index_bytes() for segment in self._segments)
+
+        budget = REWRITTEN_SEGMENTS * self._segment_bytes
+        while self._segments and taken() + HEADER_BYTES + size > self._limit:
+            victim = self._segments.pop(0)
+            with self._lock:
+                found = [(key, self._index.get(key)) for key in victim.keys]
+            entries = [(key, entry) for key, entry in found if entry is not None and entry.segment is victim]
+            for key, entry in self._hot(entries, min(budget, self._reserve)) if self._segments else ():
+                budget -= entry.size
+                self._write_anew(key, entry)
+            gone = 0
+            with self._lock:
+                for key, entry in entries:
+                    if self._index.get(key) is entry:
+                        del self._index[key]
+                        gone += 1
+            self._stats.evicted_pages += gone
+            victim.path.unlink(missing_ok=True)
+
+    def _hot(self, entries: list[tuple[bytes, _Entry]], room: int) -> list[tuple[bytes, _Entry]]:
+        """The pages of a segment that are worth writing anew, in ``room`` bytes; parents before what stands on them."""
+        oldest = self._round - len(self._segments) - 1
+        hot = [pair for pair in entries if pair[1].used >= 0 and pair[1].used >= oldest]
+        room -= 2 * HEADER_BYTES + 2 * TRAILER_BYTES  # a new segment may have to be begun, twice
+        hot.sort(key=lambda pair: (-pair[1].used, pair[1].offset))
+        for count, (_, entry) in enumerate(hot):
+            room -= entry.size + entry.head_bytes
+            if room < 0:
+                return hot[:count]
+        return hot
+
+    def _write_anew(self, key: bytes, entry: _Entry) -> None:
+        front, data = bytearray(entry.head_bytes), np.empty(entry.page_bytes, np.uint8)
+        if entry.segment.read([front, data.data], entry.offset) == entry.size:
+            head = parse_head(front, self._seal)
+            if head is not None and matches(head, head.ref, data.data, self._seal) and head.ref.key == key:
+                self._append(bytes(front), data, used=entry.used)
+
+    def _give_way(self, error: OSError) -> None:
+        """A write failed: wait a while if the disk is full, and write nothing more if it is broken or read-only."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self._retry_at = self._clock() + RETRY_SECONDS
+            log.warning("the disk cache can't store pages for %.0f s: %s", RETRY_SECONDS, error)
+        else:
+            self._writable = False
+            log.warning("the disk cache stores nothing more: %s", error)
+
+    def clear(self) -> None:
+        with self._writing:
+            with self._lock:
+                self._index.clear()
+            for segment in self._segments:
+                if self.folder.writable:
+                    segment.path.unlink(missing_ok=True)
+            self._segments.clear()
+
+    def close(self) -> None:
+        # A writer that hangs in the system must not keep us here; its segment is then read record by record.
+        if self._writing.acquire(timeout=CLOSE_SECONDS):
+            if self._writable and self._segments:
+                try:
+                    self._segments[-1].seal(self._seal)
+                except OSError as error:
+                    self._give_way(error)
+            self._segments.clear()
+            self._writing.release()
+        self._writable = False
+        with self._lock:
+            self._index.clear()
+        self.folder.close()

@@ -1,0 +1,63 @@
+"""From options to a stack of tiers that is open."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagetrie.errors import ConfigError
+from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
+from pagetrie.kv.tiers.disk import DiskTier
+from pagetrie.kv.tiers.folder import CacheFolder
+from pagetrie.kv.tiers.interface import PageBytes, Tier
+from pagetrie.kv.tiers.ram import RamTier
+from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.transfers import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """Which tiers to have.
+
+    Attributes:
+        ram_bytes: capacity of the memory tier; 0 for none.
+        disk: folder of the disk tier; None for none.
+        disk_bytes: its capacity.
+        secret: keys the pages' names (32 bytes); None for the disk folder's own, or a random one.
+    """
+
+    ram_bytes: int = 0
+    disk: Path | None = None
+    disk_bytes: int = 0
+    secret: bytes | None = None
+
+
+def open_tiers(
+    options: TierOptions, memory: PageBytes, clock: Callable[[], float] = time.monotonic
+) -> tuple[Transfers | None, bytes]:
+    """The tiers below a pool (None if no option asks for one), and the secret of the page keys.
+
+    Raises:
+        FolderInUseError: another process holds the disk folder.
+        ConfigError: a tier can't be had as asked for.
+    """
+    tiers: list[Tier] = []
+    secret = options.secret
+    if options.ram_bytes:
+        tiers.append(RamTier(options.ram_bytes, memory.bytes_per_page, clock))
+    if options.disk is not None:
+        if options.disk_bytes < 2 * memory.bytes_per_page:
+            raise ConfigError(
+                f"a disk cache of {options.disk_bytes} bytes is too small: a page takes {memory.bytes_per_page} bytes"
+            )
+        folder = CacheFolder(options.disk, secret)
+        secret = folder.secret
+        tiers.append(DiskTier(folder, options.disk_bytes, clock))
+    if secret is None:
+        secret = secrets.token_bytes(SECRET_BYTES)
+    if not tiers:
+        return None, secret
+    return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret)), secret

@@ -1,0 +1,148 @@
+"""Host memory for pages that the pool evicted: one block, cut into slots, the least recently used goes first."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+
+import numpy as np
+
+from pagetrie.errors import ConfigError
+from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
+
+ENTRY_BYTES = 512
+"""What a page costs besides its bytes (its key, its entry), rounded up; counted against the capacity."""
+
+
+class RamTier:
+    """Pages in memory (``Tier``). Memory is reserved at once and taken as it is first used.
+
+    A page that is handed out stays, so that evicting it again costs no copy; a slot that is being read is never
+    reused.
+
+    Args:
+        capacity: bytes, entries included.
+        bytes_per_page: bytes of a page.
+        clock: seconds.
+
+    Raises:
+        ConfigError: the capacity doesn't hold one page.
+    """
+
+    name = "ram"
+    traits = TierTraits(victim=True, speed=Speed(1e-4, 3e9))
+
+    def __init__(self, capacity: int, bytes_per_page: int, clock: Callable[[], float] = time.monotonic) -> None:
+        slots = capacity // (bytes_per_page + ENTRY_BYTES)
+        if slots < 1:
+            raise ConfigError(f"a RAM cache of {capacity} bytes holds no page: one takes {bytes_per_page} bytes")
+        self._bytes_per_page = bytes_per_page
+        self._clock = clock
+        self._memory = np.empty((slots, bytes_per_page), np.uint8)
+        self._free = list(range(slots - 1, -1, -1))
+        # Key -> slot, the least recently used first.
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._readers: dict[int, int] = {}
+        # Forgotten while they were being read: free as soon as that ends.
+        self._orphans: set[int] = set()
+        self._lock = Lock()
+        self._stats = TierStats(capacity_bytes=capacity)
+
+    @property
+    def stats(self) -> TierStats:
+        stats = self._stats
+        stats.pages = len(self._slots)
+        stats.used_bytes = stats.pages * (self._bytes_per_page + ENTRY_BYTES)
+        return stats
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._slots
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        count = 0
+        with self._lock:
+            for key in keys:
+                if key not in self._slots:
+                    break
+                count += 1
+            # What is about to be asked for must not be what the next eviction from the pool pushes out.
+            for key in reversed(keys[:count]):
+                self._slots.move_to_end(key)
+        return count
+
+    def get(self, refs: Sequence[PageRef]) -> Iterator[Bytes]:
+        for ref in refs:
+            with self._lock:
+                slot = self._slots.get(ref.key)
+                if slot is None:
+                    self._stats.failed_pages += 1
+                    return
+                self._slots.move_to_end(ref.key)
+                self._readers[slot] = self._readers.get(slot, 0) + 1
+            started = self._clock()
+            try:
+                yield self._memory[slot]
+            finally:
+                with self._lock:
+                    self._readers[slot] -= 1
+                    if not self._readers[slot]:
+                        del self._readers[slot]
+                        if slot in self._orphans:
+                            self._orphans.remove(slot)
+                            self._free.append(slot)
+                    self._stats.hit_pages += 1
+                    self._stats.hit_bytes += self._bytes_per_page
+                    self._stats.get_seconds += self._clock() - started
+
+    def put(self, pages: Sequence[tuple[PageRef, Bytes]]) -> int:
+        started = self._clock()
+        stored = 0
+        for ref, data in pages:
+            with self._lock:
+                slot = self._slots.get(ref.key)
+                if slot is not None:
+                    self._slots.move_to_end(ref.key)
+                    stored += 1
+                    continue
+                slot = self._take_slot()
+                if slot is None:
+                    self._stats.refused_pages += 1
+                    continue
+            # Not findable yet and not free any more: nobody else touches this slot.
+            self._memory[slot] = data
+            with self._lock:
+                if ref.key in self._slots:  # somebody else was faster
+                    self._free.append(slot)
+                self._slots.setdefault(ref.key, slot)
+                self._stats.stored_pages += 1
+                self._stats.stored_bytes += self._bytes_per_page
+            stored += 1
+        self._stats.put_seconds += self._clock() - started
+        return stored
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for key, slot in self._slots.items():
+            if slot not in self._readers:
+                del self._slots[key]
+                self._stats.evicted_pages += 1
+                return slot
+        return None
+
+    def touch(self, key: bytes) -> None:
+        """Nothing: what is used in the pool isn't needed here, and comes back when it is evicted there."""
+
+    def clear(self) -> None:
+        with self._lock:
+            for slot in self._slots.values():
+                if slot in self._readers:
+                    self._orphans.add(slot)
+                else:
+                    self._free.append(slot)
+            self._slots.clear()
+
+    def close(self) -> None:
+        self.clear()

@@ -1,0 +1,549 @@
+"""Between the pool and the tiers: what goes down, what comes back up, and whether that is worth it.
+
+All of this runs on the step's thread; threads of the tiers only fill pages of a load (``tiers.load``) and write copies.
+
+Down: a page that becomes full is copied once and written through to disk and store in the background; a page that the
+pool evicts goes to memory, and to the others if they lack it. What a tier hands out stays there: tiers below hold what
+tiers above hold (inclusive), as far as their queues and capacities allow.
+
+Up: when a prefix that is opened goes on in a tier, and loading is estimated to be faster than computing, pages are
+allocated for it (the *loading* state: held by the load, seen by nobody) and filled in the background, while other
+sequences go on. What has arrived is published between two steps, first pages first. The opener, and whoever comes
+after it, waits on a ``PendingPage``, until a deadline: then the rest is computed into other pages, and what still
+arrives is dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagetrie.kv.interface import PendingPage
+from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.page_tree import Node
+from pagetrie.kv.pool import PRIVATE
+from pagetrie.kv.tiers.interface import PageRef, Speed, Tier
+from pagetrie.kv.tiers.load import Load
+from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from pagetrie.kv.manager import CacheManager
+
+PUBLISH_PAGES = 32
+"""Those who wait are woken when so many more pages have arrived, or all."""
+
+FLUSH_SECONDS = 10.0
+"""At the end, time to write what the tiers lack."""
+
+_PREFILL_SPEED = 500.0  # tokens per second, until measured
+_SMOOTHING = 0.3
+_SPEED_LASTS = 30.0  # seconds after which a measured speed is tried anew
+_SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
+_LOOKUP_WAIT = 0.25
+_NO_RETRY = 2.0  # seconds in which what failed, or was just loaded and is gone again, isn't asked for again
+_REMEMBERED = 8192
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counts since start.
+
+    Attributes:
+        copied_bytes: copied out of the pool on the step's thread.
+        loads, loaded_pages: loads begun; pages that came back.
+        declined_loads: not begun, because computing was estimated to be faster.
+        late_loads: given up at their deadline.
+        failed_loads: ended early because a tier didn't deliver what it seemed to have.
+    """
+
+    copied_bytes: int = 0
+    loads: int = 0
+    loaded_pages: int = 0
+    declined_loads: int = 0
+    late_loads: int = 0
+    failed_loads: int = 0
+
+
+class _Flight:
+    """A load from the pool's side: where its next page will hang, who waits, until when."""
+
+    def __init__(self, load: Load, root: Node, node: Node, *, started: float, deadline: float, expected: float) -> None:
+        self.load = load
+        self.root = root
+        self.node = node
+        self.started = started
+        self.deadline = deadline
+        self.expected = expected
+        self.published = 0
+        self.broken = False
+        self.pending = PendingPage()
+
+
+class _Lookup:
+    """A question to the shared store on its way."""
+
+    def __init__(self, keys: Sequence[bytes], deadline: float) -> None:
+        self.keys = keys
+        self.deadline = deadline
+        self.found: int | None = None
+        self.pending = PendingPage()
+
+
+class _Recent:
+    """Keys that were noted less than a given time ago; bounded."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+
+    def note(self, key: bytes, until: float) -> None:
+        self._until[key] = until
+        self._until.move_to_end(key)
+        if len(self._until) > _REMEMBERED:
+            self._until.popitem(last=False)
+
+    def has(self, key: bytes, now: float) -> bool:
+        return self._until.get(key, 0.0) > now
+
+
+class _Measured:
+    """A tier's speed: the first guess, then what loads have shown."""
+
+    def __init__(self, guess: Speed) -> None:
+        self._guess = guess
+        self._bandwidth = guess.bandwidth
+        self._since: float | None = None
+
+    def seconds(self, count: int, now: float) -> float:
+        """Estimated time to read ``count`` bytes."""
+        if self._since is not None and now - self._since > _SPEED_LASTS:
+            self._bandwidth, self._since = self._guess.bandwidth, None
+        return self._guess.latency + count / self._bandwidth
+
+    def take(self, count: int, seconds: float, now: float) -> None:
+        seen = count / max(seconds, 1e-6)
+        weight = _SMOOTHING if self._since is not None else 1.0
+        # Means of times per byte, so that one very slow read counts for what it cost.
+        self._bandwidth = 1 / ((1 - weight) / self._bandwidth + weight / max(seen, 1.0))
+        self._since = now
+
+
+class Transfers:
+    """Moves pages for one ``CacheManager``, which it is given to and which binds it.
+
+    Args:
+        stack: the tiers.
+        keys: how pages are named.
+
+    Attributes:
+        stats: counts.
+    """
+
+    def __init__(self, stack: TierStack, keys: ChainKeys) -> None:
+        self.stack = stack
+        self.stats = TransferStats()
+        self._keys = keys
+        self._clock = stack.clock
+        self._waker: Callable[[], None] = lambda: None
+        self._flights: list[_Flight] = []
+        self._cancelled: list[_Flight] = []
+        self._lookups: list[_Lookup] = []
+        # Keys of pages on their way, and of questions asked.
+        self._awaited: dict[bytes, _Flight | _Lookup] = {}
+        self._remote_has = _Recent()
+        self._avoided = _Recent()
+        self._speeds = {tier.name: _Measured(tier.traits.speed) for tier in stack.tiers}
+        self._prefill_speed: float | None = None
+        # Tier that a page came from, until somebody has used it.
+        self._origin: dict[int, str] = {}
+        # Names of namespaces; an epoch parts what was stored before a reset from what comes after it.
+        self._roots: dict[bytes, bytes] = {}
+        self._epoch = b""
+        self._closed = False
+
+    def bind(self, manager: CacheManager) -> None:
+        self._manager = manager
+        self._page_bytes = manager.index.page_bytes
+        # Key of the page that each physical page of the index holds.
+        self._page_keys: list[bytes] = [b""] * manager.num_pages
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def _root_key(self, root: Node) -> bytes:
+        namespace = bytes(root.tokens)
+        key = self._roots.get(namespace)
+        if key is None:
+            if len(self._roots) >= _REMEMBERED:
+                self._roots.clear()
+            key = self._roots[namespace] = self._keys.root(namespace + self._epoch)
+        return key
+
+    def _refs(self, namespace: bytes, parent: bytes, tokens: bytes) -> Iterator[PageRef]:
+        """Names of the pages that hold ``tokens``; the last may be partly filled."""
+        for start in range(0, len(tokens), self._page_bytes):
+            page = tokens[start : start + self._page_bytes]
+            key = self._keys.page(parent, page)
+            yield PageRef(key, parent, namespace, page)
+            parent = key
+
+    def _edge(self, node: Node, first: int) -> Iterator[tuple[PageRef, int]]:
+        """Names and numbers of a node's pages from ``first`` on."""
+        above = node
+        while above.parent is not None:
+            above = above.parent
+        namespace = self._root_key(above)
+        if first:
+            parent = self._page_keys[node.pages[first - 1]]
+        else:
+            assert node.parent is not None
+            parent = self._page_keys[node.parent.pages[-1]] if node.parent.pages else namespace
+        tokens = bytes(node.tokens[first * self._page_bytes :])
+        yield from zip(self._refs(namespace, parent, tokens), node.pages[first:], strict=True)
+
+    # -- down --------------------------------------------------------------------------------------------------------
+
+    def published(self, root: Node, before: int | None, tokens: bytes, pages: Sequence[int]) -> None:
+        """Full pages of the index that follow the page ``before``; what tiers lack of them is written through."""
+        namespace = self._root_key(root)
+        parent = self._page_keys[before] if before is not None else namespace
+        for ref, page in zip(self._refs(namespace, parent, tokens), pages, strict=False):
+            self._page_keys[page] = ref.key
+            self.stats.copied_bytes += self.stack.write(ref, page)
+
+    def evicting(self, node: Node, count: int) -> None:
+        """The index gives up the last ``count`` pages of a node."""
+        # Last page first: a prefix's first pages are then the last that memory gives up.
+        for ref, page in reversed(list(self._edge(node, len(node.pages) - count))):
+            self.stats.copied_bytes += self.stack.demote(ref, page)
+
+    def used(self, page: int) -> None:
+        """A lease ends whose last page in the index was this one."""
+        self.stack.touch(self._page_keys[page])
+
+    # -- up ----------------------------------------------------------------------------------------------------------
+
+    def consider(self, root: Node, node: Node, pages: Sequence[int], tokens: bytes) -> PendingPage | None:
+        """What to wait for before computing the tokens after the pool's match; starts a load if that is worth it.
+
+        Args:
+            root, node: of the match; pinned.
+            pages: the match's full pages.
+            tokens: all of the prompt. One token is always left to compute.
+        """
+        start, limit = len(pages) * self._page_bytes, len(tokens) - TOKEN_BYTES
+        if self._closed or start >= limit:
+            return None
+        namespace = self._root_key(root)
+        parent = self._page_keys[pages[-1]] if pages else namespace
+        now = self._clock()
+        rest = tokens[start:limit]
+        refs: list[PageRef] = []
+        sources: list[Tier] = []
+        unknown: list[bytes] = []
+        remote = self.stack.remote
+        full = len(rest) - len(rest) % self._page_bytes
+        for ref in self._refs(namespace, parent, rest[:full]):
+            awaited = self._awaited.get(ref.key)
+            if awaited is not None:
+                if not refs and not unknown:
+                    return awaited.pending
+                break
+            avoided = self._avoided.has(ref.key, now)
+            source = self.stack.locate(ref.key) if not avoided else None
+            if source is None and remote is not None and not avoided:
+                if self._remote_has.has(ref.key, now):
+                    source = remote
+                elif not refs:
+                    unknown.append(ref.key)
+                    continue
+            if source is None or unknown:
+                break
+            if (source is remote) != (sources[:1] == [remote]) and refs:
+                break  # one load has one reader
+            refs.append(ref)
+            sources.append(source)
+        if unknown:
+            return self._ask(unknown, now)
+        if len(refs) * self._page_bytes == full:
+            self._add_tail(refs, sources, namespace, refs[-1].key if refs else parent, rest[full:], now)
+        return self._begin(root, node, refs, sources, now) if refs else None
+
+    def _add_tail(
+        self, refs: list[PageRef], sources: list[Tier], namespace: bytes, parent: bytes, tokens: bytes, now: float
+    ) -> None:
+        """The longest partly filled page that a local tier has for the last tokens, less than a page of them."""
+        if sources and sources[-1] is self.stack.remote:
+            return
+        for end in range(len(tokens), 0, -TOKEN_BYTES):
+            (ref,) = self._refs(namespace, parent, tokens[:end])
+            if ref.key in self._awaited:
+                return
+            source = self.stack.locate(ref.key)
+            if source is not None and not self._avoided.has(ref.key, now):
+                refs.append(ref)
+                sources.append(source)
+                return
+
+    def _begin(
+        self, root: Node, node: Node, refs: list[PageRef], sources: list[Tier], now: float
+    ) -> PendingPage | None:
+        count = min(len(refs), self._room())
+        del refs[count:], sources[count:]
+        seconds = self._worthwhile(refs, sources, now)
+        if seconds is None:
+            return None
+        expected, gained = seconds
+        manager = self._manager
+        self.stack.keep(refs, sources)
+        manager.index.pin(node)
+        load = Load(refs, sources, manager._take(count))
+        backlog = sum(other.expected for other in self._flights)
+        patience = max(_SHORTEST_WAIT, min(_PATIENCE * expected + _SPARE_WAIT + backlog, gained))
+        flight = _Flight(load, root, node, started=now, deadline=now + patience, expected=expected)
+        self._flights.append(flight)
+        self._awaited.update((ref.key, flight) for ref in refs)
+        self.stats.loads += 1
+        self.stack.start(load, self._on_progress(flight))
+        return flight.pending
+
+    def _worthwhile(self, refs: Sequence[PageRef], sources: Sequence[Tier], now: float) -> tuple[float, float] | None:
+        """Estimated seconds to load, and to compute, these pages; None if computing them is faster."""
+        if not refs:
+            return None
+        size = self.stack.memory.bytes_per_page
+        per_tier: dict[str, int] = {}
+        for source in sources:
+            per_tier[source.name] = per_tier.get(source.name, 0) + size
+        loading = sum(self._speeds[name].seconds(total, now) for name, total in per_tier.items())
+        tokens = sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES
+        computing = tokens / (self._prefill_speed or _PREFILL_SPEED)
+        if loading > computing:
+            self.stats.declined_loads += 1
+            return None
+        return loading, computing
+
+    def _room(self) -> int:
+        """Pages that a load may take: while others run, never so many that they'd be short of pages soon."""
+        manager = self._manager
+        others = manager.stats().active_pages > 0
+        return max(0, manager.available_pages - (manager.num_pages // 8 if others else 0))
+
+    def _on_progress(self, flight: _Flight) -> Callable[[], None]:
+        load = flight.load
+
+        def on_progress() -> None:
+            if load.finished or load.ready - flight.published >= PUBLISH_PAGES:
+                self._waker()
+
+        return on_progress
+
+    def _ask(self, keys: list[bytes], now: float) -> PendingPage:
+        lookup = _Lookup(keys, now + _LOOKUP_WAIT)
+        self._lookups.append(lookup)
+        self._awaited[keys[0]] = lookup
+
+        def answer(found: int) -> None:
+            lookup.found = found
+            self._waker()
+
+        self.stack.ask_remote(keys, answer)
+        return lookup.pending
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Publish what has arrived, end what is over or late. Called between two steps."""
+        if not (self._flights or self._lookups or self._cancelled):
+            return
+        now = self._clock()
+        for flight in self._flights.copy():
+            finished = flight.load.finished  # read before the count: nothing comes after it
+            arrived = flight.load.ready
+            late = not finished and now >= flight.deadline
+            if finished or late or arrived - flight.published >= PUBLISH_PAGES:
+                self._publish(flight, arrived, now)
+            if finished:
+                self._end(flight, now)
+            elif late or flight.broken or flight.root.dead:
+                self.stats.late_loads += late
+                self._give_up(flight, now)
+        self._cancelled = [flight for flight in self._cancelled if not self._try_free(flight)]
+        for lookup in self._lookups.copy():
+            if lookup.found is not None or now >= lookup.deadline:
+                self._answered(lookup, now)
+
+    def _publish(self, flight: _Flight, arrived: int, now: float) -> None:
+        manager, load = self._manager, flight.load
+        index, first = manager.index, flight.published
+        if arrived == first or flight.root.dead:
+            return
+        refs, mine = load.refs[first:arrived], load.pages[first:arrived]
+        flight.published = arrived
+        for ref in refs:
+            self._awaited.pop(ref.key, None)
+            self._avoided.note(ref.key, now + _NO_RETRY)
+        tail = refs[-1] if len(refs[-1].tokens) < self._page_bytes else None
+        tail_page = mine.pop() if tail is not None else None
+        full = refs[: len(mine)]
+        kept: list[int] = []
+        if full:
+            node, kept = index.insert(flight.node, b"".join(ref.tokens for ref in full), mine)
+            if node is not flight.node:
+                index.pin(node)
+                index.unpin(flight.node)
+                flight.node = node
+        for number, (ref, page) in enumerate(zip(full, kept, strict=False)):
+            self._page_keys[page] = ref.key
+            if page == mine[number]:
+                self._origin[page] = load.sources[first + number].name
+        manager.pool.release([own for own, page in zip(mine, kept, strict=False) if own != page])
+        if len(kept) < len(mine):  # another page has taken a key of the hash index
+            manager.pool.release(mine[len(kept) :])
+            flight.broken = True
+        if tail is not None and tail_page is not None:
+            if not flight.broken and index.insert_tail(flight.node, tail.tokens, tail_page):
+                self._origin[tail_page] = load.sources[arrived - 1].name
+            else:
+                manager.pool.release((tail_page,))
+        self.stats.loaded_pages += arrived - first
+        flight.pending.done = True
+        flight.pending = PendingPage()
+
+    def _end(self, flight: _Flight, now: float) -> None:
+        load = flight.load
+        for name, count, seconds in load.samples:
+            self._speeds[name].take(count, seconds, now)
+        if flight.published < len(load.refs):
+            self.stats.failed_loads += 1
+        self._leave(flight, now)
+        self._manager.pool.release(load.pages[flight.published :])
+
+    def _give_up(self, flight: _Flight, now: float) -> None:
+        load = flight.load
+        if now >= flight.deadline:
+            got = (flight.published + 1) * self.stack.memory.bytes_per_page
+            self._speeds[load.sources[flight.published].name].take(got, now - flight.started, now)
+        self._leave(flight, now)
+        if not self._try_free(flight):
+            self._cancelled.append(flight)
+
+    def _try_free(self, flight: _Flight) -> bool:
+        if not flight.load.cancel():
+            return False
+        self._manager.pool.release(flight.load.pages[flight.published :])
+        return True
+
+    def _leave(self, flight: _Flight, now: float) -> None:
+        """Nobody waits for this load any more, and nobody starts another one for what it didn't bring."""
+        self._flights.remove(flight)
+        for ref in flight.load.refs[flight.published :]:
+            self._awaited.pop(ref.key, None)
+            self._avoided.note(ref.key, now + _NO_RETRY)
+        self._manager.index.unpin(flight.node)
+        flight.pending.done = True
+
+    def _answered(self, lookup: _Lookup, now: float) -> None:
+        self._lookups.remove(lookup)
+        self._awaited.pop(lookup.keys[0], None)
+        found = lookup.found or 0
+        for key in lookup.keys[:found]:
+            self._remote_has.note(key, now + _NO_RETRY)
+        for key in lookup.keys[found : found + 1]:
+            self._avoided.note(key, now + _NO_RETRY)
+        lookup.pending.done = True
+
+    # -- for the engine ----------------------------------------------------------------------------------------------
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """What to call, from any thread, when ``settle`` has something to do."""
+        self._waker = waker
+
+    def has_news(self) -> bool:
+        """Whether ``settle`` has something to do now."""
+        now = self._clock()
+        return (
+            bool(self._cancelled)
+            or any(
+                f.load.finished or f.load.ready - f.published >= PUBLISH_PAGES or now >= f.deadline
+                for f in self._flights
+            )
+            or any(lookup.found is not None or now >= lookup.deadline for lookup in self._lookups)
+        )
+
+    def next_deadline(self) -> float | None:
+        """When ``settle`` will have something to do if nothing arrives before."""
+        deadlines = [flight.deadline for flight in self._flights] + [lookup.deadline for lookup in self._lookups]
+        return min(deadlines, default=None)
+
+    @property
+    def loading_pages(self) -> int:
+        """Pages held by loads."""
+        return sum(len(f.load.pages) - f.published for f in (*self._flights, *self._cancelled))
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """A step computed this many prompt tokens in that time."""
+        speed = tokens / max(seconds, 1e-6)
+        old = self._prefill_speed
+        self._prefill_speed = speed if old is None else (1 - _SMOOTHING) * old + _SMOOTHING * speed
+
+    def claim(self, pages: Sequence[int]) -> dict[str, int]:
+        """Of these pages, how many came from which tier and are used for the first time since."""
+        counts: dict[str, int] = {}
+        if self._origin:
+            for page in pages:
+                origin = self._origin.pop(page, None)
+                if origin is not None:
+                    counts[origin] = counts.get(origin, 0) + 1
+        return counts
+
+    def taken(self, pages: Sequence[int]) -> None:
+        """Pages got a new holder: what was known of them is past."""
+        if self._origin:
+            for page in pages:
+                self._origin.pop(page, None)
+
+    def reset(self) -> None:
+        """Every stored prefix is forgotten: in the local tiers for good, in a shared one for this process.
+
+        Called after the index was reset.
+        """
+        self._epoch = secrets.token_bytes(16)
+        self._roots.clear()
+        self.stack.clear()
+        self.settle()
+
+    def flush(self, seconds: float) -> bool:
+        """Write what the pool holds and tiers lack, partly filled pages too; False if time ran out."""
+        deadline = self._clock() + seconds
+        for node in self._manager.index.nodes():
+            for ref, page in self._edge(node, 0):
+                if not self.stack.write_in_time(ref, page, deadline):
+                    return False
+        return self.stack.flush(max(0.0, deadline - self._clock()))
+
+    def close(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Flush, then end the tiers' threads. Nothing is loaded or written any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.flush(seconds)
+        now = self._clock()
+        for flight in self._flights.copy():
+            self._give_up(flight, now)
+        for lookup in self._lookups.copy():
+            self._answered(lookup, now)
+        self.stack.close(seconds)
+
+    def check(self) -> None:
+        """Recount by brute force (for tests). Raises AssertionError on any disagreement."""
+        pool = self._manager.pool
+        held = [page for f in (*self._flights, *self._cancelled) for page in f.load.pages[f.published :]]
+        assert len(held) == len(set(held)) == self.loading_pages
+        assert all(pool.state[page] == PRIVATE and pool.references[page] == 1 for page in held)
+        for flight in self._flights:
+            assert flight.node.pins > 0 and not flight.pending.done
+            for ref in flight.load.refs[flight.published :]:
+                assert self._awaited[ref.key] is flight

@@ -1,0 +1,76 @@
+"""The memory tier against a list in order of use."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagetrie.errors import ConfigError
+from pagetrie.kv.tiers.interface import PageRef
+from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
+from tests.kv.tiers.pages import PAGE_BYTES, chain, content, read
+
+REFS = chain(8)
+operations = st.lists(st.tuples(st.sampled_from(["put", "get", "contains", "clear"]), st.integers(0, 7)), max_size=60)
+
+
+@given(operations=operations, slots=st.integers(1, 5))
+def test_it_holds_the_most_recently_used(operations: list[tuple[str, int]], slots: int) -> None:
+    tier = RamTier(slots * (PAGE_BYTES + ENTRY_BYTES) + 7, PAGE_BYTES)
+    model: list[PageRef] = []
+    for name, number in operations:
+        ref = REFS[number]
+        if name == "clear" and number == 0:
+            tier.clear()
+            model.clear()
+        elif name == "put":
+            assert tier.put([(ref, content(ref))]) == 1
+            model = [*(other for other in model if other != ref), ref][-slots:]
+        elif name in ("get", "contains"):
+            there = ref in model
+            assert (read(tier, [ref]) == [ref] if name == "get" else tier.contains([ref.key]) == 1) == there
+            if there:
+                model.remove(ref)
+                model.append(ref)
+        assert [other for other in REFS if tier.holds(other.key)] == [other for other in REFS if other in model]
+        assert tier.stats.pages == len(model)
+        assert tier.stats.used_bytes <= tier.stats.capacity_bytes
+
+
+def test_a_slot_that_is_read_is_not_reused() -> None:
+    """D6: a read goes on while everything around it is pushed out, and while all is forgotten."""
+    tier = RamTier(2 * (PAGE_BYTES + ENTRY_BYTES), PAGE_BYTES)
+    one, two, three, four = chain(4)
+    for ref in (one, two):
+        tier.put([(ref, content(ref))])
+    reading = tier.get([one])
+    data = next(reading)
+    for ref in (three, four):
+        assert tier.put([(ref, content(ref))]) == 1
+    assert (data == content(one)).all()
+    tier.clear()
+    for ref in (two, three):
+        tier.put([(ref, content(ref))])
+    assert tier.holds(three.key) and not tier.holds(two.key)  # the other slot is still read
+    assert (data == content(one)).all()
+    reading.close()  # type: ignore[attr-defined]
+    assert tier.put([(four, content(four))]) == 1
+    assert read(tier, [three]) == [three] and read(tier, [four]) == [four]
+
+
+def test_what_is_about_to_be_read_is_pushed_out_last() -> None:
+    tier = RamTier(3 * (PAGE_BYTES + ENTRY_BYTES), PAGE_BYTES)
+    one, two, three, four, five = chain(5)
+    for ref in (one, two, three):
+        tier.put([(ref, content(ref))])
+    assert tier.contains([one.key, two.key, four.key]) == 2
+    tier.put([(four, content(four))])
+    assert not tier.holds(three.key)
+    tier.put([(five, content(five))])
+    assert tier.holds(one.key) and not tier.holds(two.key)  # the prefix's last page goes first
+
+
+def test_a_capacity_below_one_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds no page"):
+        RamTier(PAGE_BYTES, PAGE_BYTES)
