@@ -119,7 +119,7 @@ class ModelRunner:
                 owners += [result] * len(step.samples)
                 last.append(share.row + share.n - 1)
         if specs:
-            logits = self._logits(hidden[last])
+            logits = self._logits(hidden if len(last) == len(hidden) else hidden[last])
             for owner, token in zip(owners, sample(logits, rows, specs), strict=True):
                 owner.samples.append(token)
         return results
