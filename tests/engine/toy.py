@@ -45,6 +45,13 @@ def toy_next(context: Sequence[int], spec: SampleSpec) -> int:
     return token
 
 
+def toy_candidates(context: Sequence[int], count: int) -> tuple[tuple[int, float], ...]:
+    """Likeliest tokens after ``context`` by falling log-probability: a hash of the context decides."""
+    rng = random.Random(",".join(map(str, context)))
+    values = sorted(((rng.uniform(-6.0, -0.1), token) for token in rng.sample(range(40), 24)), reverse=True)
+    return tuple((token, value) for value, token in values[:count])
+
+
 class ToyRunner:
     """Keeps page contents as token ids and computes from nothing else, so any wrong page changes the text."""
 
@@ -78,7 +85,8 @@ class ToyRunner:
             assert POISON not in context, "a page was read that nobody wrote"
             result = SequenceResult()
             for spec in share.samples:
-                result.samples.append(TokenLogprob(self.next_token(context, spec), -1.0))
+                top = toy_candidates(context, spec.candidates) if spec.candidates else ()
+                result.samples.append(TokenLogprob(self.next_token(context, spec), -1.0, top))
             if share.prompt_targets is not None:
                 result.prompt_logprobs = [
                     TokenLogprob(target, float(-len(context[: share.start + offset + 1])))

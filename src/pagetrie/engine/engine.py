@@ -12,10 +12,14 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 
+from pagetrie.engine.beam_search import BeamSearch
+from pagetrie.engine.beams import BeamGroup, GroupLease
 from pagetrie.engine.contexts import Contexts
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
+from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
 from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
 from pagetrie.engine.scheduler import Schedule, Scheduler
@@ -167,9 +171,10 @@ class Engine:
             raise InvalidRequestError(
                 f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {request.priority}", param="priority"
             )
-        if request.context is not None and request.context.append and (params.n > 1 or params.stop):
+        appends = request.context is not None and request.context.append
+        if appends and (params.n > 1 or params.stop or params.beam_width):
             raise InvalidRequestError(
-                "only one choice without stop strings can be appended to a context: "
+                "only one choice without stop strings and beams can be appended to a context: "
                 f"n is {params.n}, and a stop string would end the text inside a token",
                 param="append",
             )
@@ -178,9 +183,32 @@ class Engine:
             raise InvalidRequestError(
                 f"timeout must be more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout:g}", param="timeout"
             )
+        if params.beam_width:
+            self._validate_beams(request)
         if params.n > self.config.max_num_seqs:
             raise InvalidRequestError(
                 f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
+            )
+
+    def _validate_beams(self, request: Request) -> None:
+        params, length, cache = request.params, len(request.prompt_ids), self._cache
+        width, seats = params.beam_width, self.config.max_num_seqs
+        if width > seats:
+            raise InvalidRequestError(
+                f"beam_width ({width}) exceeds the server's limit of {seats} sequences at once", param="beam_width"
+            )
+        # Beams share the pages that the prompt fills; each writes one of its own.
+        pages = length // cache.page_size + width * (cache.pages_for(length + 1) - length // cache.page_size)
+        if pages > cache.num_pages:
+            raise InvalidRequestError(
+                f"{width} beams on {length} tokens take {pages} pages, but the cache has {cache.num_pages}",
+                param="beam_width",
+            )
+        candidates = max(2, 1 + len(self._end_ids(params))) * width
+        if candidates > self._vocabulary.vocab_size:
+            raise InvalidRequestError(
+                f"{width} beams choose among {candidates} tokens, but the vocabulary has {self._vocabulary.vocab_size}",
+                param="beam_width",
             )
 
     def add(self, request: Request) -> None:
@@ -214,7 +242,9 @@ class Engine:
         root = Sequence(
             state=state, index=0, seed=seed & _SEED_MASK, ids=list(request.prompt_ids), text=self._text(state)
         )
-        root.forks = params.n - 1 if state.max_tokens else 0
+        if state.max_tokens:
+            root.forks = max(params.n, params.beam_width) - 1
+            root.beams = self._beams(state) if params.beam_width else None
         state.sequences.append(root)
         self._states[request.request_id] = state
         if request.timeout is not None:
@@ -309,7 +339,9 @@ class Engine:
             self._on_admitted(sequence, started)
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
-        prefill_tokens = sum(count for sequence, count in plan.shares.items() if count > 1 or not sequence.started)
+        prefill_tokens = sum(
+            count * sequence.rows for sequence, count in plan.shares.items() if count > 1 or not sequence.started
+        )
         generated = 0
         if plan.shares:
             step_plan = self._step_plan(plan)
@@ -321,8 +353,13 @@ class Engine:
                 for state in {sequence.state for sequence in plan.shares}:
                     outputs[state.request.request_id] = self._end(state, "error", failure)
             else:
-                for (sequence, count), result in zip(plan.shares.items(), results, strict=True):
-                    generated += self._commit(sequence, count, result, outputs)
+                coming = iter(results)
+                for sequence, count in plan.shares.items():
+                    taken = list(islice(coming, sequence.rows))
+                    if sequence.beams is None:
+                        generated += self._commit(sequence, count, taken[0], outputs)
+                    else:
+                        generated += self._commit_beams(sequence, sequence.beams, count, taken, outputs)
         now = self._clock()
         if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
             self._transfers.note_prefill(prefill_tokens, now - started)
@@ -366,8 +403,21 @@ class Engine:
     def _step_plan(self, plan: Schedule) -> StepPlan:
         return StepPlan(
             copies=self._cache.take_copies(),
-            sequences=[self._sequence_step(sequence, count) for sequence, count in plan.shares.items()],
+            sequences=[step for share in plan.shares.items() for step in self._sequence_steps(*share)],
         )
+
+    def _sequence_steps(self, sequence: Sequence, count: int) -> list[SequenceStep]:
+        lease, group = sequence.lease, sequence.beams
+        if group is None or not isinstance(lease, GroupLease):
+            return [self._sequence_step(sequence, count)]
+        start, end = lease.computed, lease.computed + count
+        steps = []
+        for beam, own in zip(group.search.live, lease.leases, strict=True):
+            step = SequenceStep(token_ids=group.ids(beam, start, end), start=start, pages=own.pages)
+            if end == len(sequence.ids):
+                step.samples = [self._sample_spec(sequence, 0)]
+            steps.append(step)
+        return steps
 
     def _sequence_step(self, sequence: Sequence, count: int) -> SequenceStep:
         lease, state = sequence.lease, sequence.state
@@ -375,7 +425,10 @@ class Engine:
         start, end = lease.computed, lease.computed + count
         step = SequenceStep(token_ids=sequence.ids[start:end], start=start, pages=lease.pages)
         if end == len(sequence.ids) and state.max_tokens:
-            step.samples = [self._sample_spec(sequence, choice) for choice in range(sequence.seats)]
+            if sequence.beams is None:
+                step.samples = [self._sample_spec(sequence, choice) for choice in range(sequence.seats)]
+            elif not sequence.started:  # else the beams are known, and forked from here
+                step.samples = [self._sample_spec(sequence, 0)]
         if state.prompt_logprobs_due:
             step.prompt_targets = sequence.ids[start + 1 : end + 1]
             step.prompt_logprobs = state.request.params.prompt_logprobs or 0
@@ -385,13 +438,14 @@ class Engine:
         params = sequence.state.request.params
         banned: list[int] = []
         if len(sequence.output_ids) < params.min_tokens:
-            banned = [*params.stop_token_ids] if params.ignore_eos else [*params.stop_token_ids, *self._eos()]
+            banned = [*self._end_ids(params)]
         return SampleSpec(
             params=params,
             seed=(sequence.seed + fork) & _SEED_MASK,
             prompt_ids=sequence.state.request.prompt_ids,
             output_ids=sequence.output_ids,
             banned_ids=banned,
+            candidates=sequence.beams.search.candidates if sequence.beams else 0,
         )
 
     def _commit(self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]) -> int:
@@ -414,6 +468,76 @@ class Engine:
         return sum(
             self._append(choice, token, outputs) for choice, token in zip(sequences, result.samples, strict=True)
         )
+
+    def _beams(self, state: RequestState) -> BeamGroup:
+        params = state.request.params
+        search = BeamSearch(
+            width=params.beam_width,
+            max_tokens=state.max_tokens,
+            end_ids=self._end_ids(params),
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            top_logprobs=params.logprobs or 0,
+        )
+        return BeamGroup(search, state.request.prompt_ids, self._cache.page_size)
+
+    def _commit_beams(
+        self,
+        sequence: Sequence,
+        group: BeamGroup,
+        count: int,
+        results: list[SequenceResult],
+        outputs: dict[str, RequestOutput],
+    ) -> int:
+        """``_commit`` for a sequence that stands for a group of beams."""
+        lease, state = sequence.lease, sequence.state
+        assert lease is not None
+        lease.commit(count)
+        if state.prompt_logprobs_due:
+            state.prompt_logprobs += results[0].prompt_logprobs
+        if lease.computed < len(sequence.ids):
+            return 0
+        if state.prompt_logprobs_due:
+            self._output(state, outputs).prompt_logprobs = [None, *state.prompt_logprobs]
+            state.prompt_logprobs_due = False
+        sequence.lease = group.take(lease, results)
+        if group.search.done:
+            before = state.completion_tokens
+            self._finish(sequence, "length", None, outputs)
+            return state.completion_tokens - before
+        best = group.search.live[0]
+        sequence.ids[len(state.request.prompt_ids) :] = best.tokens
+        sequence.output_ids = best.tokens
+        if state.first_token_at is None:
+            self._report_token(sequence)
+        return 0
+
+    def _finish_beams(
+        self, sequence: Sequence, group: BeamGroup, reason: FinishReason, outputs: dict[str, RequestOutput]
+    ) -> None:
+        """Hand out a group's best hypotheses and end the request; ``reason`` is that of those that no token ended."""
+        state, params = sequence.state, sequence.state.request.params
+        output = self._output(state, outputs)
+        best = group.search.best(params.n) if reason in ("length", "timeout") else []
+        deltas = [ChoiceDelta(index, finish_reason=reason) for index in range(params.n)]
+        for delta, beam in zip(deltas, best, strict=False):
+            delta.token_ids = beam.tokens
+            delta.text = self._whole_text(state, beam.tokens)
+            delta.logprobs = beam.logprobs if params.logprobs is not None else []
+            if beam.end is not None:
+                delta.finish_reason = "stop"
+                delta.stop_reason = beam.end if beam.end in params.stop_token_ids else None
+            state.completion_tokens += len(beam.tokens)
+        output.choices += deltas
+        output.completion_tokens = state.completion_tokens
+        self._scheduler.remove(sequence, publish_tail=reason != "error")
+        state.sequences.clear()
+        output.finished = True
+        self._leave_context(sequence, reason)
+        del self._states[state.request.request_id]
+        for delta in deltas:
+            sequence.index, sequence.output_ids = delta.index, delta.token_ids
+            self._report_finish(sequence, delta.finish_reason or reason, last=delta is deltas[-1])
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         """Make the choices that share the prompt just computed."""
@@ -481,6 +605,9 @@ class Engine:
         outputs: dict[str, RequestOutput],
     ) -> None:
         """End one choice; with the last one, the request."""
+        if sequence.beams is not None:
+            self._finish_beams(sequence, sequence.beams, reason, outputs)
+            return
         delta = self._delta(sequence, outputs)
         delta.text += sequence.text.finish()
         if sequence.text.stopped is not None and reason in ("stop", "length"):
@@ -495,7 +622,7 @@ class Engine:
             self._output(state, outputs).finished = True
             self._leave_context(sequence, reason)
             del self._states[state.request.request_id]
-        self._report_finish(sequence, reason)
+        self._report_finish(sequence, reason, last=not state.sequences)
 
     def _leave_context(self, sequence: Sequence, reason: FinishReason) -> None:
         """The last choice of a request on a context has ended and given its pages back; the hold follows at once."""
@@ -505,8 +632,7 @@ class Engine:
         if not use.append or reason not in ("stop", "length"):
             self.contexts.end(context, append=use.append)
             return
-        stream = self._text(sequence.state)
-        text = "".join(map(stream.push, sequence.output_ids)) + stream.finish()
+        text = self._whole_text(sequence.state, sequence.output_ids)
         self.contexts.end(context, append=True, ids=sequence.ids, note=use.note(text))
 
     def _end(self, state: RequestState, reason: FinishReason, error: PagetrieError | None = None) -> RequestOutput:
@@ -518,7 +644,7 @@ class Engine:
         output.error = error
         return output
 
-    def _report_finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _report_finish(self, sequence: Sequence, reason: FinishReason, *, last: bool) -> None:
         state, now = sequence.state, self._clock()
         request, admitted, first = state.request, state.admitted_at, state.first_token_at
         self._observer.on_finish(
@@ -534,7 +660,7 @@ class Engine:
                 queue_time=None if admitted is None else admitted - state.arrival,
                 prefill_time=None if admitted is None or first is None else first - admitted,
                 decode_time=None if first is None else now - first,
-                last_of_request=not state.sequences,
+                last_of_request=last,
             )
         )
 
@@ -565,6 +691,14 @@ class Engine:
     def _text(self, state: RequestState) -> TextStream:
         params = state.request.params
         return TextStream(self._vocabulary, params.stop, skip_special=params.skip_special_tokens)
+
+    def _whole_text(self, state: RequestState, tokens: list[int]) -> str:
+        stream = self._text(state)
+        return "".join(map(stream.push, tokens)) + stream.finish()
+
+    def _end_ids(self, params: SamplingParams) -> set[int]:
+        """Every token that ends a text."""
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos())}
 
     def _eos(self) -> frozenset[int]:
         return frozenset(self._vocabulary.eos_ids)

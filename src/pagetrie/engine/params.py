@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Literal
 
 from pagetrie.errors import InvalidRequestError
 
@@ -13,6 +14,22 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 128
+
+_UNUSED_BY_BEAMS: Mapping[str, tuple[object, ...]] = {
+    "min_tokens": (0,),
+    "temperature": (0.0, 1.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "stop": ((), []),
+}
+"""Parameters that a beam search has no use for, and the values that ask for nothing."""
+
+EarlyStopping = bool | Literal["never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,10 @@ class SamplingParams:
         logprobs: None for none, else how many alternatives per token (0 gives the chosen token's only).
         prompt_logprobs: the same for the prompt's tokens; such requests bypass the prefix cache's hits.
         skip_special_tokens: leave special tokens out of the text.
+        beam_width: beams of a beam search, of which the best ``n`` are returned; 0 for none. Ending tokens and
+            max_tokens end a beam; nothing is drawn, so what shapes a draw must be left alone, and so must ``stop``.
+        length_penalty: beams are ranked by log-probability / length ** length_penalty.
+        early_stopping: when to end a beam search: True, False or "never"; see ``BeamSearch``.
         use_prefix_cache: False computes everything anew and stores nothing.
     """
 
@@ -62,6 +83,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     use_prefix_cache: bool = True
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -99,6 +123,28 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _in_range(name, value, 0, MAX_LOGPROBS)
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        _in_range("beam_width", self.beam_width, 0, MAX_CHOICES)
+        _in_range("length_penalty", self.length_penalty, -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(
+                f"early_stopping must be true, false or 'never', got {self.early_stopping!r}", param="early_stopping"
+            )
+        if not self.beam_width:
+            for name, asked in (
+                ("length_penalty", self.length_penalty != 1.0),
+                ("early_stopping", self.early_stopping),
+            ):
+                if asked:
+                    raise InvalidRequestError(f"{name} needs a beam search; give beam_width", param=name)
+            return
+        if self.n > self.beam_width:
+            raise InvalidRequestError(f"n ({self.n}) must not exceed beam_width ({self.beam_width})", param="n")
+        for name, plain in _UNUSED_BY_BEAMS.items():
+            if getattr(self, name) not in plain:
+                raise InvalidRequestError(f"{name} can't be combined with a beam search", param=name)
 
     @property
     def greedy(self) -> bool:

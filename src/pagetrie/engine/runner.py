@@ -23,6 +23,7 @@ class SampleSpec:
         prompt_ids: the prompt (for the repetition penalty). Not to be changed by the runner.
         output_ids: tokens generated so far; the token to draw is number ``len(output_ids)``.
         banned_ids: ids that must not be drawn (end-of-sequence before min_tokens).
+        candidates: report at least so many of the likeliest tokens, whatever ``params`` ask for (a beam search).
     """
 
     params: SamplingParams
@@ -30,6 +31,7 @@ class SampleSpec:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     banned_ids: Sequence[int] = ()
+    candidates: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ class TokenLogprob:
 class SequenceResult:
     """What a step gave for one sequence, in the order of ``SequenceStep.samples``.
 
-    ``samples[i].logprob`` is meaningful (and ``top`` filled) only if that sample's params ask for logprobs.
+    ``samples[i].logprob`` is meaningful (and ``top`` filled) only if that sample asks for them, by its params or
+    ``candidates``.
     """
 
     samples: list[TokenLogprob] = field(default_factory=list)

@@ -55,10 +55,10 @@ class Schedule:
 
     def add(self, sequence: Sequence, count: int) -> None:
         self.shares[sequence] = count
-        self.tokens += count
+        self.tokens += count * sequence.rows
 
     def drop(self, sequence: Sequence) -> None:
-        self.tokens -= self.shares.pop(sequence, 0)
+        self.tokens -= self.shares.pop(sequence, 0) * sequence.rows
 
 
 class Scheduler:
@@ -138,7 +138,8 @@ class Scheduler:
             lease = sequence.lease
             if lease is None:
                 continue
-            count = min(len(sequence.ids) - lease.computed, self._max_step_tokens - plan.tokens)
+            budget = (self._max_step_tokens - plan.tokens) // sequence.rows
+            count = min(len(sequence.ids) - lease.computed, budget)
             if count > 0 and (not lease.extend(count) or self._make_room(sequence, lease, count, plan)):
                 plan.add(sequence, count)
         if self.waiting.any_ready:
@@ -175,10 +176,12 @@ class Scheduler:
         return self._cache.transfers is not None and self._cache.transfers.loading_pages > 0
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
-        self.remove(victim)
         plan.drop(victim)
+        self.remove(victim)
         plan.preempted.append(victim)
         victim.preemptions += 1
+        if victim.beams is not None:
+            victim.ids = victim.beams.fold()
         self.waiting.add(victim)
 
     # -- admission ---------------------------------------------------------------------------------------------------
@@ -309,7 +312,8 @@ class Scheduler:
 
     def _missing_pages(self, sequence: Sequence, lease: CacheLease) -> int:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
-        return max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
+        missing = max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
+        return missing * sequence.rows + sequence.fork_pages
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagetrie.engine.beams import BeamGroup, GroupLease
 from pagetrie.engine.contexts import Context
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
@@ -62,6 +63,7 @@ class Sequence:
         look_again: with ``pages_wanted``: until this step it is known to lack that many pages.
         prompt_key: namespace and packed tokens while it waits for its first seat; empty if it shares nothing.
         stored_tokens: prompt tokens that were cached when it arrived.
+        beams: the beams of a request, if this stands for them; ``ids`` and ``output_ids`` are the best one's.
     """
 
     state: RequestState
@@ -81,6 +83,7 @@ class Sequence:
     pages_wanted: int = 0
     prompt_key: bytes = b""
     stored_tokens: int = 0
+    beams: BeamGroup | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -95,7 +98,17 @@ class Sequence:
     @property
     def max_len(self) -> int:
         """Tokens that it may come to hold."""
-        return len(self.state.request.prompt_ids) + self.state.max_tokens
+        return self.beams.max_len if self.beams else len(self.state.request.prompt_ids) + self.state.max_tokens
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are computed for one more position."""
+        return len(self.lease.leases) if isinstance(self.lease, GroupLease) else 1
+
+    @property
+    def fork_pages(self) -> int:
+        """Pages to take once what it has in common with its beams is computed."""
+        return self.beams.fork_pages if self.beams and not isinstance(self.lease, GroupLease) else 0
 
     @property
     def seats(self) -> int:

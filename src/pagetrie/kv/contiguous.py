@@ -5,10 +5,11 @@ Kept so that waste and concurrency can be compared in one run. It shares nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from pagetrie.errors import HoldLimitError
-from pagetrie.kv.interface import CacheHold, CacheStats, PageTransfers, PendingPage, ResetReport
+from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
 
 
 class ContiguousCacheManager:
@@ -141,9 +142,10 @@ class ContiguousLease:
     def commit(self, count: int) -> None:
         self.computed += count
 
-    def sole_pages(self) -> int:
-        sole = sum(slot is not None and self._manager._held[slot] == 1 for slot in (self._slot, self._source))
-        return sole * self._manager._reservation
+    def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
+        leases = [self, *(lease for lease in siblings if isinstance(lease, ContiguousLease))]
+        held = Counter(slot for lease in leases for slot in (lease._slot, lease._source) if slot is not None)
+        return sum(self._manager._held[slot] == count for slot, count in held.items()) * self._manager._reservation
 
     def fork(self) -> ContiguousLease:
         child = ContiguousLease(self._manager)

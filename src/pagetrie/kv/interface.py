@@ -56,16 +56,30 @@ class ResetReport:
 class CacheLease(Protocol):
     """A sequence's hold on its pages."""
 
-    computed: int
-    """Tokens whose keys and values are in the pages (after the step that runs the pending copies)."""
-    cached_tokens: int
-    """Tokens that were there when the lease was opened."""
-    pages: list[int]
-    """The page table: physical page of each logical page."""
-    awaits: PendingPage | None
-    """At opening: the very next page that this lease would compute is being computed by another one."""
-    closed: bool
-    """Everything was given back."""
+    @property
+    def computed(self) -> int:
+        """Tokens whose keys and values are in the pages (after the step that runs the pending copies)."""
+        ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that were there when the lease was opened."""
+        ...
+
+    @property
+    def pages(self) -> list[int]:
+        """The page table: physical page of each logical page."""
+        ...
+
+    @property
+    def awaits(self) -> PendingPage | None:
+        """At opening: the very next page that this lease would compute is being computed by another one."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Everything was given back."""
+        ...
 
     def extend(self, count: int) -> int:
         """Make room for ``count`` tokens past the computed ones, evicting cached pages if needed.
@@ -84,8 +98,8 @@ class CacheLease(Protocol):
         """The next ``count`` tokens are now computed: publish the pages they fill."""
         ...
 
-    def sole_pages(self) -> int:
-        """Pages that closing it would make available: held by this lease and no other."""
+    def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
+        """Pages that closing it and its siblings would make available: held by these leases and no other."""
         ...
 
     def fork(self) -> CacheLease:

@@ -6,12 +6,13 @@ lease's one pin, on the node where they end; the rest are private to it (and its
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
-from pagetrie.kv.interface import CacheStats, PendingPage, ResetReport
+from pagetrie.kv.interface import CacheLease, CacheStats, PendingPage, ResetReport
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PagePool
@@ -159,6 +160,22 @@ class CacheManager:
         if self.transfers is not None:
             self.transfers.taken(pages)
         return pages
+
+    def _sole_pages(self, leases: list[Lease]) -> int:
+        """Pages that are held by these leases together and by nobody else."""
+        private = Counter(page for lease in leases for page in lease.pages[lease._indexed :])
+        sole = sum(self.pool.references[page] == count for page, count in private.items())
+        index, root = self.index, leases[0]._root
+        pinned = [node for lease in leases for node in (lease._node, lease._partial and lease._partial[1]) if node]
+        index.pin(root)  # the tree must not be taken down meanwhile
+        before = index.cached_pages
+        for node in pinned:
+            index.unpin(node)
+        sole += index.cached_pages - before
+        for node in pinned:
+            index.pin(node)
+        index.unpin(root)
+        return sole
 
     def _copy(self, source: int, destination: int) -> None:
         self._copies.append((source, destination))
@@ -320,8 +337,10 @@ class Lease:
             self._manager._announce(self)
         return self._root.dead
 
-    def sole_pages(self) -> int:
+    def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         manager = self._manager
+        if siblings:
+            return manager._sole_pages([self, *(lease for lease in siblings if isinstance(lease, Lease))])
         references = manager.pool.references
         private = sum(references[page] == 1 for page in self.pages[self._indexed :])
         return private + manager.index.solely_pinned(self._node, self._partial and self._partial[1])

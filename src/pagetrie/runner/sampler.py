@@ -69,11 +69,11 @@ def sample(logits: torch.Tensor, rows: Sequence[int], specs: Sequence[SampleSpec
         for i, token in zip(special, _draw(changed, [specs[i] for i in special]), strict=True):
             tokens[i] = token
 
-    asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None]
+    asked = [i for i, spec in enumerate(specs) if spec.params.logprobs is not None or spec.candidates]
     results = [TokenLogprob(token, 0.0) for token in tokens]
     if asked:
         chosen = logits.index_select(0, torch.tensor([rows[i] for i in asked]))
-        counts = [specs[i].params.logprobs or 0 for i in asked]
+        counts = [max(specs[i].params.logprobs or 0, specs[i].candidates) for i in asked]
         for i, result in zip(asked, token_logprobs(chosen, [tokens[i] for i in asked], counts), strict=True):
             results[i] = result
     return results
