@@ -74,7 +74,7 @@ async def test_a_bad_message_is_located(site, message, param):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("suffix", "end"), ("best_of", 3), ("logprobs", 21), ("logprobs", True), ("echo", "yes"), ("messages", [])],
+    [("suffix", "end"), ("best_of", 0), ("logprobs", 21), ("logprobs", True), ("echo", "yes"), ("messages", [])],
 )
 async def test_a_bad_completion_field_is_named(site, field, value):
     response = await site.post("/v1/completions", {"prompt": "x", field: value})

@@ -11,6 +11,7 @@ from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.serve import serve as run_until_stopped
+from pagetrie.server.warm import read_warm_file
 from pagetrie.settings import Settings, format_size
 
 
@@ -38,6 +39,9 @@ def serve(settings: Settings) -> None:
     # A plain chat client finds its prefixes again after a restart, with no call of its own.
     pages = (settings.cache_dir or cache_dir()) / "pages"
     parts = build(settings, make_observer=make_metrics, default_disk_cache=pages)
+    warm = []
+    if settings.warm is not None:
+        warm = read_warm_file(settings.warm, parts.tokenizer, parts.chat_template, parts.engine.validate)
     app = create_app(
         loop=EngineLoop(parts.engine),
         tokenizer=parts.tokenizer,
@@ -47,6 +51,7 @@ def serve(settings: Settings) -> None:
         metrics=made[0],
         max_body_bytes=settings.max_body_size,
         context_ttl=settings.context_ttl,
+        warm=warm,
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
     run_until_stopped(

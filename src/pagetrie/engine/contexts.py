@@ -25,7 +25,7 @@ class Context:
 
     Attributes:
         id: unguessable; known to its owner alone.
-        owner: who may use it.
+        owner: who may use it; None for the server itself, which pins prefixes with it.
         salt: narrows sharing, as ``Request.namespace_salt`` does.
         ids: the tokens that a request on it starts with.
         ttl, expires: seconds it lives after its last use; when it ends, by the engine's clock.
@@ -38,7 +38,7 @@ class Context:
     """
 
     id: str
-    owner: str
+    owner: str | None
     salt: str
     ids: list[int]
     ttl: float
@@ -86,7 +86,7 @@ class Contexts:
         self._clock = clock
         self._new_id = new_id
         self._max_per_owner = max_per_owner
-        self._owners: dict[str, dict[str, Context]] = {}
+        self._owners: dict[str | None, dict[str, Context]] = {}
         self._count = 0
         self._next_expiry = math.inf  # no context ends before this
 
@@ -97,7 +97,7 @@ class Contexts:
         return (context for owned in self._owners.values() for context in owned.values())
 
     def create(
-        self, owner: str, ids: list[int], *, salt: str = "", ttl: float = math.inf, note: object = None
+        self, owner: str | None, ids: list[int], *, salt: str = "", ttl: float = math.inf, note: object = None
     ) -> Context:
         """A context without a hold yet: it gets one by the first request on it.
 
@@ -117,7 +117,7 @@ class Contexts:
             )
         return self._add(owner, salt, ids, ttl, note, None)
 
-    def get(self, owner: str, context_id: str) -> Context:
+    def get(self, owner: str | None, context_id: str) -> Context:
         """An owner's context, which this counts as used.
 
         Raises:
@@ -136,12 +136,12 @@ class Contexts:
         self._touch(context)
         return context
 
-    def of(self, owner: str) -> list[Context]:
+    def of(self, owner: str | None) -> list[Context]:
         """An owner's contexts, oldest first. Looking at them is no use of them."""
         self.expire()
         return list(self._owners.get(owner, {}).values())
 
-    def fork(self, owner: str, context_id: str, count: int, *, ttl: float | None = None) -> list[Context]:
+    def fork(self, owner: str | None, context_id: str, count: int, *, ttl: float | None = None) -> list[Context]:
         """``count`` new contexts that stand where this one stands. No page is copied, nothing is computed.
 
         Raises:
@@ -163,7 +163,7 @@ class Contexts:
             for _ in range(count)
         ]
 
-    def delete(self, owner: str, context_id: str) -> None:
+    def delete(self, owner: str | None, context_id: str) -> None:
         """End a context; its pages may be evicted from now on. Requests in flight on it go on.
 
         Raises:
@@ -262,7 +262,9 @@ class Contexts:
         context.hold = hold
         return True
 
-    def _add(self, owner: str, salt: str, ids: list[int], ttl: float, note: object, hold: CacheHold | None) -> Context:
+    def _add(
+        self, owner: str | None, salt: str, ids: list[int], ttl: float, note: object, hold: CacheHold | None
+    ) -> Context:
         context = Context(self._new_id(), owner, salt, ids, ttl, math.inf, note, hold)
         self._touch(context)
         self._owners.setdefault(owner, {})[context.id] = context
@@ -285,7 +287,7 @@ class Contexts:
             del self._owners[context.owner]
         self._count -= 1
 
-    def _refuse_over_limit(self, owner: str, more: int) -> None:
+    def _refuse_over_limit(self, owner: str | None, more: int) -> None:
         self.expire()
         owned, limit = len(self._owners.get(owner, ())), self._max_per_owner
         if owned + more > limit or self._count + more > OWNERS * limit:

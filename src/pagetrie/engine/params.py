@@ -128,7 +128,7 @@ class SamplingParams:
     def _check_beams(self) -> None:
         _in_range("beam_width", self.beam_width, 0, MAX_CHOICES)
         _in_range("length_penalty", self.length_penalty, -10.0, 10.0)
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(
                 f"early_stopping must be true, false or 'never', got {self.early_stopping!r}", param="early_stopping"
             )

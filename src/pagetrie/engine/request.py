@@ -23,7 +23,7 @@ class ContextUse:
     """
 
     id: str
-    owner: str
+    owner: str | None
     append: bool = False
     version: int = 0
     note: Callable[[str], object] = lambda _: None

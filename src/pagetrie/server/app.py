@@ -24,6 +24,7 @@ from pagetrie.server.logprobs import TokenNames
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.middleware import AccessLog, BodyLimit, logger
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
+from pagetrie.server.warm import WarmPrompt, warm_up
 from pagetrie.server.workers import WorkerPool
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
@@ -43,6 +44,7 @@ def create_app(
     prepare_threads: int = 4,
     system_fingerprint: str | None = None,
     context_ttl: float = 600.0,
+    warm: Sequence[WarmPrompt] = (),
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> FastAPI:
@@ -59,6 +61,7 @@ def create_app(
         max_body_bytes: larger request bodies get 413.
         prepare_threads: threads that parse, render and tokenise ordinary requests.
         system_fingerprint: told in every answer.
+        warm: prompts to compute before the application is ready.
         context_ttl: seconds that a context lives after its last use unless it asks for another number.
         clock: seconds since the epoch, for ``created``.
         new_id: the random part of request ids.
@@ -86,6 +89,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         loop.start()
         try:
+            await warm_up(context, warm)
             yield
         finally:
             context.stopping = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import EngineError
@@ -16,6 +17,23 @@ class Choice:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+def likeliest(choices: list[Choice], drawn: int, wanted: int) -> list[Choice]:
+    """The ``wanted`` best of each run of ``drawn`` choices, best first, by mean log-probability per token.
+
+    Choices that come with logprobs are ranked; where as many are wanted as were drawn, they stay in order.
+    """
+    if drawn == wanted:
+        return choices
+    best: list[Choice] = []
+    for start in range(0, len(choices), drawn):
+        best += sorted(choices[start : start + drawn], key=_mean_logprob, reverse=True)[:wanted]
+    return best
+
+
+def _mean_logprob(choice: Choice) -> float:
+    return sum(entry.logprob for entry in choice.logprobs) / len(choice.logprobs) if choice.logprobs else -inf
 
 
 async def collect(outputs: OutputStream, count: int) -> list[Choice]:

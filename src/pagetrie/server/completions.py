@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.params import SamplingParams
-from pagetrie.server.collect import collect
+from pagetrie.server.collect import collect, likeliest
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.contexts import start_completion
 from pagetrie.server.disconnect import unless_disconnected
@@ -36,10 +37,12 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         start = await start_completion(context, request, params.skip_special_tokens)
         prompts, use = [start.prompt], start.use
     echo = _Echo(prompts, params.n) if request.echo else None
+    # To rank choices, their log-probabilities are needed.
+    drawn = params if request.drawn is None else replace(params, n=request.drawn, logprobs=params.logprobs or 0)
     outputs = await context.submit(
         request_id,
         prompts,
-        params,
+        drawn,
         request.cache_salt,
         use,
         priority=request.priority or 0,
@@ -51,7 +54,7 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         events = _events(context, outputs, head, params, count, echo, request.include_usage)
         return EventStream(events, outputs.aclose, request_id)
     try:
-        choices = await collect(outputs, count)
+        choices = likeliest(await collect(outputs, len(prompts) * drawn.n), drawn.n, params.n)
         usage = outputs.usage()
     finally:
         await outputs.aclose()

@@ -166,7 +166,6 @@ async def _create(context: ServerContext, body: bytes) -> Response:
 async def _append(context: ServerContext, body: bytes, context_id: str) -> Response:
     request = await context.workers.run(len(body), lambda: AppendRequest.parse(body))
     ids, note, use = await _begin(context, context_id, request.cache_salt, True)
-    owner = use.owner
 
     def prepare() -> tuple[list[int], Transcript | None]:
         if request.messages is None:
@@ -176,8 +175,8 @@ async def _append(context: ServerContext, body: bytes, context_id: str) -> Respo
 
     ids, chat = await context.workers.run(len(body), prepare)
     use = replace(use, note=lambda _: chat)
-    usage = await _prefill(context, Prompt(ids, ""), use, owner)
-    described = await _ask(context, lambda engine: _describe(engine, engine.contexts.get(owner, context_id)))
+    usage = await _prefill(context, Prompt(ids, ""), use, request.cache_salt or "")
+    described = await _ask(context, lambda engine: _describe(engine, engine.contexts.get(use.owner, context_id)))
     return JSONResponse({**described, "usage": usage})
 
 

@@ -36,8 +36,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "web_search_options": ("there is no web search", ()),
     "moderation": ("there is no moderation", ()),
     "prompt_logprobs": ("use echo with logprobs in /v1/completions", ()),
-    "use_beam_search": ("beam search is not supported", (False,)),
-    "length_penalty": ("beam search is not supported", (1, 1.0)),
     "include_stop_str_in_output": ("stop strings are never part of the text", (False,)),
     "truncate_prompt_tokens": ("prompts are never cut", ()),
     "allowed_token_ids": ("use logit_bias", ()),

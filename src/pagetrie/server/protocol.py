@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from pagetrie.engine.params import MAX_LOGPROBS, SamplingParams
+from pagetrie.engine.params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from pagetrie.errors import InvalidRequestError
 from pagetrie.server.fields import check_extra_fields
 from pagetrie.server.text_api import TokenizerLike
@@ -93,6 +93,10 @@ class GenerationRequest(ApiRequest):
     add_special_tokens: bool | None = None
     context: str | None = None
     append: bool | None = None
+    beam_width: int | None = Field(default=None, ge=1)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -109,7 +113,15 @@ class GenerationRequest(ApiRequest):
             )
         if self.append and self.context is None:
             raise InvalidRequestError("'append' needs a 'context' to append to.", param="append")
+        if self.stream and self._beams():
+            raise InvalidRequestError(
+                "A beam search can't be streamed: which text is the best is known at its end.", param="stream"
+            )
         _check_response_format(self.response_format)
+
+    def _beams(self) -> int:
+        """The width of a beam search, 0 for none. vLLM's ``use_beam_search`` keeps as many beams as choices."""
+        return self.beam_width or ((self.n or 1) if self.use_beam_search else 0)
 
     def _sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, tokenizer: TokenizerLike
@@ -118,7 +130,8 @@ class GenerationRequest(ApiRequest):
             name: value
             for name in (
                 "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
-                "frequency_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens",
+                "frequency_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens", "length_penalty",
+                "early_stopping",
             )
             if (value := getattr(self, name)) is not None
         }  # fmt: skip
@@ -130,6 +143,7 @@ class GenerationRequest(ApiRequest):
             stop=_stop_strings(self.stop),
             stop_token_ids=_token_list(self.stop_token_ids, "stop_token_ids", tokenizer),
             use_prefix_cache=self.cache_prompt is not False,
+            beam_width=self._beams(),
             **given,
         )
 
@@ -145,12 +159,28 @@ class CompletionRequest(GenerationRequest):
     def check(self) -> None:
         super().check()
         n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
+        if self.best_of is None:
+            return
+        if not n <= self.best_of <= MAX_CHOICES:
             raise InvalidRequestError(
-                f"best_of ({self.best_of}) must equal n ({n}): choices are not ranked.",
-                param="best_of",
-                code="unsupported_value",
+                f"best_of ({self.best_of}) must be at least n ({n}) and at most {MAX_CHOICES}.", param="best_of"
             )
+        if self.best_of > n:
+            for name in ("stream", "append", "beam_width"):
+                if getattr(self, name):
+                    raise InvalidRequestError(
+                        f"'best_of' above n can't be combined with '{name}': the best are known at the end.",
+                        param="best_of",
+                        code="unsupported_value",
+                    )
+
+    def _beams(self) -> int:
+        return max(super()._beams(), self.best_of or 0) if self.use_beam_search else super()._beams()
+
+    @property
+    def drawn(self) -> int | None:
+        """Choices to draw per prompt if they are to be ranked; None if all that are drawn are returned."""
+        return self.best_of if self.best_of is not None and self.best_of > (self.n or 1) and not self._beams() else None
 
     def sampling(self, tokenizer: TokenizerLike) -> SamplingParams:
         """The engine's parameters; 16 tokens unless told otherwise, as OpenAI has it."""
@@ -255,6 +285,19 @@ class CreateRequest(ContextFields):
 
     ttl: float | None = Field(default=None, gt=0, le=MAX_TTL)
     add_special_tokens: bool | None = None
+
+
+class WarmPromptFields(CreateRequest):
+    """A line of a warm-up file."""
+
+    pin: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.ttl is not None and not self.pin:
+            raise InvalidRequestError(
+                "'ttl' needs 'pin': what isn't pinned stays until its pages are needed.", param="ttl"
+            )
 
 
 class AppendRequest(ContextFields):
