@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pagetrie.engine.contexts import Context, Contexts
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import ChoiceDelta
 from pagetrie.engine.runner import SampleSpec
@@ -15,6 +16,7 @@ from pagetrie.engine.sequence import Sequence as Choice
 from pagetrie.engine.text_stream import TextStream
 from pagetrie.engine.victims import value
 from pagetrie.engine.waiting import WaitingQueue
+from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.page_tree import Node, PageTree
 from pagetrie.kv.pool import PagePool
@@ -368,3 +370,53 @@ def leave_a_victim_in_the_step(patch: Patch) -> None:
 def never_wake_who_waits_for_a_page(patch: Patch) -> None:
     """Who waits for a page that another computes waits on when it is done."""
     patch.setattr(WaitingQueue, "wake", lambda self, **options: None)
+
+
+# -- deadlines and contexts ------------------------------------------------------------------------------------------
+
+
+@mutation
+def never_time_out(patch: Patch) -> None:
+    """Deadlines are kept and not looked at."""
+    patch.setattr(Engine, "_expire", lambda self, now, outputs: None)
+
+
+@mutation
+def time_out_early(patch: Patch) -> None:
+    """A request's time ends a tenth of a second too soon."""
+    expire = Engine._expire
+    patch.setattr(Engine, "_expire", lambda self, now, outputs: expire(self, now + 0.1, outputs))
+
+
+@mutation
+def keep_the_hold_of_a_deleted_context(patch: Patch) -> None:
+    """A context goes and its pages stay pinned."""
+
+    def close(self: Contexts, context: Context) -> None:
+        context.closed = True
+        del self._owners[context.owner][context.id]
+        self._count -= 1
+
+    patch.setattr(Contexts, "_close", close)
+
+
+@mutation
+def append_what_was_cut_off(patch: Patch) -> None:
+    """A context becomes prompt and answer though the client left half-way."""
+    leave = Engine._leave_context
+    patch.setattr(Engine, "_leave_context", lambda self, sequence, reason: leave(self, sequence, "stop"))
+
+
+@mutation
+def hold_without_a_pin(patch: Patch) -> None:
+    """A held prefix is written down and not protected."""
+    add = HoldBook.add
+
+    def broken(self: HoldBook, nodes: list[Node], pages: list[int], tokens: int) -> Hold:
+        hold = add(self, nodes, pages, tokens)
+        for node in nodes:
+            self._index.unpin(node)
+        hold._nodes = []
+        return hold
+
+    patch.setattr(HoldBook, "add", broken)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tests.simulation.vocabulary import AwkwardVocabulary
 
 Phase = Literal["any", "waiting", "awaiting", "prefill", "decode", "preempted"]
 PHASES: tuple[Phase, ...] = ("any", "waiting", "awaiting", "prefill", "decode", "preempted")
+
+_USES: tuple[Literal["plain", "fork", "append"], ...] = ("plain", "fork", "append")
 
 _ORDINARY = range(2, AwkwardVocabulary.vocab_size)
 _STOPS = ("ab", "abc", "cab", "aba", "bb", " a", "\n", "é", "€", "\ufffd", "xyz", "a b", "ba b")
@@ -22,7 +24,10 @@ class RequestSpec:
 
     Attributes:
         arrival: the step before which it arrives; for a follower, steps after the end of what it follows.
+        timeout: seconds; None for none.
         follows: a chat's previous turn: that request's prompt and answer come before this prompt.
+        context: start from this context of the world.
+        use: what to do with it: ``plain``, ``fork`` it and use the fork, or ``append`` prompt and answer to it.
         params: for ``SamplingParams``.
         cancel: leave when this has been seen so many times: (phase, times); None stays to the end.
     """
@@ -33,8 +38,23 @@ class RequestSpec:
     params: Mapping[str, object]
     salt: str = ""
     priority: int = 0
+    timeout: float | None = None
     follows: str | None = None
+    context: str | None = None
+    use: Literal["plain", "fork", "append"] = "plain"
     cancel: tuple[Phase, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextSpec:
+    """A prefix that is kept. Made at step ``arrival``, deleted at step ``end`` if it hasn't expired by then."""
+
+    name: str
+    arrival: int
+    end: int
+    ids: tuple[int, ...]
+    salt: str
+    ttl: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +71,12 @@ class WorldSpec:
     max_queue: int
     ageing_steps: int
     max_bypass: int
+    hold_limit: int
     failure_rate: float
     reset_rate: float
     slow_rate: float
-    requests: tuple[RequestSpec, ...] = field(repr=False)
+    requests: tuple[RequestSpec, ...] = field(repr=False, default=())
+    contexts: tuple[ContextSpec, ...] = ()
 
 
 def draw_world(seed: int) -> WorldSpec:
@@ -77,18 +99,13 @@ def draw_world(seed: int) -> WorldSpec:
         max_queue=rng.choice((2, 8, 1000, 1000)),
         ageing_steps=rng.choice((1, 5, 20, 100)),
         max_bypass=rng.choice((0, 1, 4, 32)),
+        hold_limit=rng.choice((num_pages // 4, num_pages // 2, num_pages)),
         failure_rate=rng.choice((0, 0, 0, 0.01, 0.05)),
         reset_rate=rng.choice((0, 0, 0, 0.02)),
         slow_rate=rng.choice((0, 0, 0.05)),
-        requests=(),
     )
-    return _with_requests(world, _Asker(rng, world).requests())
-
-
-def _with_requests(world: WorldSpec, requests: tuple[RequestSpec, ...]) -> WorldSpec:
-    from dataclasses import replace
-
-    return replace(world, requests=requests)
+    asker = _Asker(rng, world)
+    return replace(world, contexts=asker.contexts, requests=asker.requests())
 
 
 class _Asker:
@@ -103,11 +120,27 @@ class _Asker:
         self._trunks = [*systems, *(system + document for system in systems for document in documents)]
         self._salts = rng.choice((("",), ("", "tenant"), ("one", "two")))
         self._priorities = rng.choice(((0,), (0, 1), (-3, 0, 0, 5)))
+        self._timeouts = rng.choice(((None,), (None,), (None,), (None, None, 0.05, 0.3, 2.0, 25.0)))
         self._pace = rng.choice((0, 0, 0, 1, 3))
         self._cancels = rng.choice((0.0, 0.1, 0.3))
         self._branches = rng.choice((0.0, 0.2, 0.6))
         self._turns = rng.choice((0.0, 0.3))
+        self.contexts = self._contexts(rng.choice((0, 0, 1, 3))) if world.index != "contiguous" else ()
         self._answers = max(1, round(self._limit * rng.choice((0.2, 0.5, 0.9))))
+
+    def _contexts(self, count: int) -> tuple[ContextSpec, ...]:
+        rng = self._rng
+        return tuple(
+            ContextSpec(
+                name=f"c{number}",
+                arrival=(arrival := rng.randrange(10)),
+                end=arrival + rng.randrange(1, 200),
+                ids=rng.choice([trunk for trunk in self._trunks if trunk] or [(5,)]),
+                salt=rng.choice(self._salts),
+                ttl=rng.choice((0.2, 2.0, 1e6)),
+            )
+            for number in range(count)
+        )
 
     def requests(self) -> tuple[RequestSpec, ...]:
         rng, clock, made = self._rng, 0, list[RequestSpec]()
@@ -115,15 +148,23 @@ class _Asker:
             follows = rng.choice(made).name if made and rng.random() < self._turns else None
             if follows is None and rng.random() < 0.7:
                 clock += rng.randrange(2 * self._pace + 1)
+            context = rng.choice(self.contexts) if self.contexts and follows is None and rng.random() < 0.5 else None
+            params = self._params()
+            use: Literal["plain", "fork", "append"] = "plain" if context is None else rng.choice(_USES)
+            if use == "append":  # one choice whose text ends with its tokens
+                params = {name: value for name, value in params.items() if name not in ("n", "stop")}
             made.append(
                 RequestSpec(
                     name=f"r{number}",
                     arrival=clock if follows is None else rng.randrange(4),
-                    prompt=self._tokens(rng.randrange(1, 6)) if follows else self._prompt(made),
-                    params=self._params(),
-                    salt=rng.choice(self._salts),
+                    prompt=self._tokens(rng.randrange(1, 6)) if follows or context else self._prompt(made),
+                    params=params,
+                    salt=rng.choice(self._salts) if context is None else context.salt,
                     priority=rng.choice(self._priorities),
+                    timeout=rng.choice(self._timeouts),
                     follows=follows,
+                    context=None if context is None else context.name,
+                    use=use,
                     cancel=(rng.choice(PHASES), rng.randrange(1, 6)) if rng.random() < self._cancels else None,
                 )
             )

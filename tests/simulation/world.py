@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
+from pagetrie.engine.contexts import Context
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.params import SamplingParams
-from pagetrie.engine.request import Request
+from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.scheduler import Schedule
 from pagetrie.engine.sequence import RequestState, Sequence
-from pagetrie.errors import InvalidRequestError, QueueFullError
+from pagetrie.errors import DeadlineExceededError, HoldLimitError, InvalidRequestError, QueueFullError
 from pagetrie.kv import CacheLease, CacheManager, ContiguousCacheManager, KVCache, Lease
 from pagetrie.kv.pool import FREE, PRIVATE
 from pagetrie.sim import VirtualClock
@@ -26,6 +28,8 @@ from tests.simulation.spec import RequestSpec, WorldSpec
 from tests.simulation.vocabulary import AwkwardVocabulary
 
 MAX_SEED = 2**64 - 1
+CONTEXTS = 8
+OWNER = "owner"
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class Client:
     choices: list[Choice]
     seen_of_phase: int = 0
     cached_tokens: int | None = None
+    deadline: float = math.inf
     prompt_logprobs: bool = False
     finished: bool = False
 
@@ -84,9 +89,11 @@ class World:
                 max_queue=spec.max_queue,
                 ageing_steps=spec.ageing_steps,
                 max_bypass=spec.max_bypass,
+                max_contexts=CONTEXTS,
             ),
             clock=self.clock,
             rng=random.Random(spec.seed),
+            new_context_id=map("ctx-{}".format, count()).__next__,
         )
         self.clients: dict[str, Client] = {}
         self._arrivals = sorted((r for r in spec.requests if r.follows is None), key=lambda r: r.arrival)
@@ -96,6 +103,7 @@ class World:
                 self._followers.setdefault(request.follows, []).append(request)
         self._now = 0
         self._step_failed = False
+        self._step_began = 0.0
         self.fairness = Fairness(
             self.engine._scheduler,
             self.cache,
@@ -103,6 +111,9 @@ class World:
             ageing_steps=spec.ageing_steps,
             max_bypass=spec.max_bypass,
         )
+        # By the world's names and by the engine's.
+        self.contexts: dict[str, Context] = {}
+        self._new_contexts = list(spec.contexts)
         self._stored: set[int] = set()  # prefixes computed since the last reset
         self._watch_schedule()
 
@@ -117,6 +128,7 @@ class World:
             if self._rng.random() < self.spec.reset_rate:
                 self.engine.reset_prefix_cache()
                 self._stored.clear()
+            self._change_contexts()
             self._step()
             self._cancel()
         self._check_the_end()
@@ -125,13 +137,22 @@ class World:
 
     def _submit(self, spec: RequestSpec) -> None:
         prompt = spec.prompt
+        use = None
+        if spec.context is not None:
+            use = self._context_use(spec)
+            if use is None:
+                self._release_followers(spec.name)
+                return
+            prompt = (*self.contexts[use.id].ids, *prompt)
         if spec.follows is not None:
             earlier = self.clients.get(spec.follows)
             if earlier is not None:
                 said = [token.token_id for token in earlier.choices[0].alone.tokens[: earlier.choices[0].tokens]]
                 prompt = (*earlier.request.prompt_ids, *said, *prompt)
         params = SamplingParams(**spec.params)  # type: ignore[arg-type]
-        request = Request(spec.name, list(prompt), params, spec.salt, priority=spec.priority)
+        request = Request(
+            spec.name, list(prompt), params, spec.salt, priority=spec.priority, timeout=spec.timeout, context=use
+        )
         room = min(self.spec.max_model_len, self.spec.num_pages * self.spec.page_size) - len(prompt)
         full = len(self.engine._scheduler.waiting) >= self.spec.max_queue
         impossible = room < (params.max_tokens != 0) or params.n > self.spec.seats
@@ -150,14 +171,55 @@ class World:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         count = params.n if limit else 1
         self.clients[spec.name] = Client(
-            spec,
-            request,
-            state,
-            [
+            spec=spec,
+            request=request,
+            state=state,
+            deadline=math.inf if spec.timeout is None else self.clock.now + spec.timeout,
+            choices=[
                 Choice(run_alone(choose, root_of(spec.salt), prompt, params, seed + index & MAX_SEED, limit))
                 for index in range(count)
             ],
         )
+
+    def _change_contexts(self) -> None:
+        """Make and delete the contexts whose time has come; a new one is computed by a request without an answer."""
+        contexts = self.engine.contexts
+        for spec in [spec for spec in self._new_contexts if spec.arrival <= self._now]:
+            self._new_contexts.remove(spec)
+            try:
+                context = contexts.create(OWNER, list(spec.ids), salt=spec.salt, ttl=spec.ttl)
+            except (HoldLimitError, InvalidRequestError):
+                pages = self.cache.pages_for(len(spec.ids))
+                assert pages > self.cache.hold_limit or len(contexts) >= CONTEXTS, "a context was refused"
+                continue
+            self.contexts[context.id] = self.contexts[spec.name] = context
+            warm = RequestSpec(f"warm {spec.name}", 0, (), {"max_tokens": 0}, spec.salt, context=spec.name)
+            self._submit(warm)
+        for spec in self.spec.contexts:
+            living = self.contexts.get(spec.name)
+            if spec.end <= self._now and living is not None and not living.closed:
+                contexts.expire()
+                if not living.closed:
+                    contexts.delete(OWNER, living.id)
+
+    def _context_use(self, spec: RequestSpec) -> ContextUse | None:
+        """What a request does with its context; None if that has ended, is busy or can't be forked."""
+        contexts = self.engine.contexts
+        contexts.expire()
+        context = self.contexts.get(spec.context or "")
+        if context is None or context.closed:
+            return None
+        if spec.use == "fork":
+            if len(contexts) >= CONTEXTS:
+                return None
+            pinned = self.cache.stats().pinned_pages
+            (fork,) = contexts.fork(OWNER, context.id, 1)
+            assert self.cache.stats().pinned_pages == pinned, "a fork took pages"
+            assert fork.ids == context.ids
+            self.contexts[fork.id] = context = fork
+        if spec.use == "append" and context.growing:
+            return None
+        return ContextUse(context.id, OWNER, append=spec.use == "append", version=context.version)
 
     def _release_followers(self, name: str) -> None:
         for follower in self._followers.pop(name, ()):
@@ -165,7 +227,8 @@ class World:
         self._arrivals.sort(key=lambda r: r.arrival)
 
     def _step(self) -> None:
-        failures = self.runner.failures
+        failures, self._step_began = self.runner.failures, self.clock.now
+        self.runner.computed.clear()
         outputs = self.engine.step()
         if self.runner.fault is not None:
             raise self.runner.fault
@@ -220,18 +283,31 @@ class World:
             self._take_prompt_logprobs(client, output)
         assert output.completion_tokens == sum(choice.tokens for choice in client.choices)
         done = all(choice.reason is not None for choice in client.choices)
-        if cancelled or self._step_failed:
-            # Choices that were not forked yet end with the first.
-            done = done or output.finished
-            assert (output.error is not None) == (self._step_failed and not cancelled) or not output.finished
-        else:
-            assert output.error is None
-        assert output.finished == done
+        early = {choice.reason for choice in client.choices} & {"abort", "error", "timeout"}
+        # Choices that were not forked yet end with the first.
+        assert output.finished == (done or bool(early))
+        assert (output.error is not None) == bool(early & {"error", "timeout"})
+        assert isinstance(output.error, DeadlineExceededError) == ("timeout" in early)
+        if "timeout" in early:
+            assert client.deadline <= self._step_began, "ended before its time"
         if output.finished:
             client.finished = True
-            if params.prompt_logprobs is not None and not cancelled and output.error is None:
+            self._take_appended(client, early=bool(early))
+            if params.prompt_logprobs is not None and not early:
                 assert client.prompt_logprobs
             self._release_followers(output.request_id)
+
+    def _take_appended(self, client: Client, *, early: bool) -> None:
+        """A context that a request appended to is its prompt and answer, or what it was before."""
+        use = client.request.context
+        if use is None or not use.append:
+            return
+        context = self.contexts[use.id]
+        if not context.closed:
+            answer = [token.token_id for token in client.choices[0].alone.tokens]
+            whole = [*client.request.prompt_ids, *answer]
+            before = whole[: len(client.request.prompt_ids) - len(client.spec.prompt)]
+            assert context.ids == (before if early else whole) and not context.growing
 
     def _take_cached(self, client: Client, cached: int) -> None:
         params, prompt = client.request.params, client.request.prompt_ids
@@ -259,6 +335,8 @@ class World:
             assert delta.finish_reason == "abort"
         elif delta.finish_reason == "error":
             assert self._step_failed, "an error that nobody planned"
+        elif delta.finish_reason == "timeout":
+            assert not delta.token_ids
         else:
             assert (delta.finish_reason, delta.stop_reason) == (alone.reason, alone.stop_reason)
             assert choice.tokens == len(alone.tokens), "it ended too early"
@@ -295,12 +373,21 @@ class World:
     def _check_hit(self, sequence: Sequence) -> None:
         """What an admission found in the cache was computed after the last reset, for the same tenant."""
         lease = sequence.lease
-        if lease is not None and lease.computed:  # None: it was preempted again at once
+        if lease is None:  # it was preempted again at once
+            return
+        context = sequence.state.context
+        if context is not None and sequence.ids[: len(context.ids)] == context.ids and sequence.state.reads_cache:
+            held = min(context.held_tokens, len(sequence.ids) - 1)
+            # Of a page that is hit in part the hit may be given up for room.
+            assert lease.cached_tokens >= held - held % self.cache.page_size, "held pages were evicted"
+        if lease.computed:
             assert self.runner.prefix(sequence, lease.computed) in self._stored, "a hit on what was never computed"
 
     def _check(self) -> None:
         engine, scheduler = self.engine, self.engine._scheduler
         self.cache.check()
+        for name in engine._states:
+            assert self.clients[name].deadline > self._step_began, "a request outlived its time"
         seats = sum(sequence.seats for sequence in scheduler.running)
         assert seats <= self.spec.seats, f"{seats} seats taken of {self.spec.seats}"
         in_flight = [sequence for state in engine._states.values() for sequence in state.sequences]
@@ -329,10 +416,14 @@ class World:
             pins[id(lease._node)] += 1
             if lease._partial is not None:
                 pins[id(lease._partial[1])] += 1
+        for hold in cache._holds._holds:
+            pins.update(map(id, hold._nodes))
         held = [page for page, state in enumerate(pool.state) if state == PRIVATE]
         assert len(held) == len(references), "a page is held by nobody, or nobody's page is held"
-        for page, count in references.items():
-            assert pool.references[page] == count, f"page {page}: {pool.references[page]} references, {count} holders"
+        for page, holders in references.items():
+            assert pool.references[page] == holders, (
+                f"page {page}: {pool.references[page]} references, {holders} holders"
+            )
         index = cache.index
         for node in (*index._roots.values(), *index._dead_roots, *index.nodes()):
             assert node.pins == pins[id(node)], f"{node.pins} pins for {pins[id(node)]} holders"
@@ -341,7 +432,10 @@ class World:
 
     def _check_the_end(self) -> None:
         assert not self.engine._states and not self.engine._scheduler.running and not self.engine._scheduler.waiting
-        assert self.cache.stats().active_pages == 0, "pages left behind"
+        for context in self.engine.contexts.of(OWNER):
+            assert not context.users and not context.growing
+            self.engine.contexts.delete(OWNER, context.id)
+        assert self.cache.stats().active_pages == self.cache.stats().pinned_pages == 0, "pages left behind"
         for client in self.clients.values():
             assert client.finished, f"{client.spec.name} never ended"
         self.engine.reset_prefix_cache()
@@ -360,4 +454,6 @@ def _lease(sequence: Sequence) -> CacheLease:
 def _cache(spec: WorldSpec) -> KVCache:
     if spec.index == "contiguous":
         return ContiguousCacheManager(num_pages=spec.num_pages, page_size=spec.page_size, max_tokens=spec.max_model_len)
-    return CacheManager(num_pages=spec.num_pages, page_size=spec.page_size, index=spec.index)
+    return CacheManager(
+        num_pages=spec.num_pages, page_size=spec.page_size, index=spec.index, hold_limit=spec.hold_limit
+    )
