@@ -86,8 +86,8 @@ def draw_world(seed: int) -> WorldSpec:
     max_model_len = min(rng.choice((20, 40, 80, 80, 160)), 50 * page_size)
     whole = -(-max_model_len // page_size)
     # At most as many as make every step's recount cheap; a pool of one page per token is as good a world as any.
-    num_pages = min(max(1, round(whole * rng.choice((0.3, 1, 1, 1.2, 1.2, 1.5, 1.5, 2, 3, 8)))), 120)
-    seats = rng.choice((1, 3, 5, 8, 16))
+    num_pages = min(max(1, round(whole * rng.choice((0.4, 1, 1.2, 1.5, 2, 2, 3, 3, 4, 8)))), 120)
+    seats = rng.choice((1, 3, 4, 5, 8, 8, 8, 16, 16, 16))
     world = WorldSpec(
         seed=seed,
         num_pages=num_pages,
@@ -96,7 +96,7 @@ def draw_world(seed: int) -> WorldSpec:
         max_model_len=min(max_model_len, num_pages * page_size),
         seats=seats,
         budget=seats + rng.choice((0, 1, 3, 8, 32, 100)),
-        max_queue=rng.choice((2, 8, 1000, 1000)),
+        max_queue=rng.choice((2, 8, 1000, 1000, 1000, 1000)),
         ageing_steps=rng.choice((1, 5, 20, 100)),
         max_bypass=rng.choice((0, 1, 4, 32)),
         hold_limit=rng.choice((num_pages // 4, num_pages // 2, num_pages)),
@@ -115,7 +115,7 @@ class _Asker:
         self._rng = rng
         self._limit = world.max_model_len
         self._seats = world.seats
-        systems = [self._tokens(rng.randrange(0, self._limit * 2 // 3 + 1)) for _ in range(rng.choice((1, 1, 2, 4)))]
+        systems = [self._tokens(rng.randrange(0, self._limit // 2 + 1)) for _ in range(rng.choice((1, 1, 2, 4)))]
         documents = [self._tokens(rng.randrange(1, self._limit // 3 + 2)) for _ in range(3)]
         self._trunks = [*systems, *(system + document for system in systems for document in documents)]
         self._salts = rng.choice((("",), ("", "tenant"), ("one", "two")))
@@ -144,7 +144,7 @@ class _Asker:
 
     def requests(self) -> tuple[RequestSpec, ...]:
         rng, clock, made = self._rng, 0, list[RequestSpec]()
-        for number in range(rng.choice((3, 8, 15, 30, 60))):
+        for number in range(rng.choice((5, 15, 30, 60, 90))):
             follows = rng.choice(made).name if made and rng.random() < self._turns else None
             if follows is None and rng.random() < 0.7:
                 clock += rng.randrange(2 * self._pace + 1)
