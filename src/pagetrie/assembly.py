@@ -15,7 +15,7 @@ from pagetrie.bundled import bundled_model_path
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.errors import ConfigError
-from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
+from pagetrie.kv import CacheManager, ContiguousCacheManager, EvictionLog, KVCache
 from pagetrie.kv.keys import SECRET_BYTES
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.loading import load_checkpoint
@@ -83,7 +83,7 @@ def build(
     name = settings.served_model_name or _public_name(settings.model)
     limits = engine_config(settings, max_model_len, checkpoint.fingerprint)
     tokenizer = checkpoint.tokenizer()
-    template = _template(settings, tokenizer)
+    template = chat_template(settings, tokenizer)
     runner = ModelRunner(
         checkpoint,
         num_pages=num_pages,
@@ -194,6 +194,7 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
         secret=secret,
         hold_limit=int(settings.max_pinned * storage.num_pages),
         transfers=transfers,
+        evictions=EvictionLog(time.monotonic),
     )
 
 
@@ -223,7 +224,8 @@ def _public_name(model: Path | None) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def _template(settings: Settings, tokenizer: Tokenizer) -> ChatTemplate | None:
+def chat_template(settings: Settings, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that the settings name, or the model's own; None if there is none."""
     source = None if settings.chat_template is None else _read(settings.chat_template)
     return ChatTemplate.of(tokenizer, source) or None
 

@@ -8,28 +8,29 @@ from pathlib import Path
 import pytest
 
 from pagetrie.cli.demo import demo
-from pagetrie.cli.metering import Holding, MeteredCache
+from pagetrie.cli.metering import MeteredCache
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager
+from pagetrie.kv.holding import Holding
 from pagetrie.settings import Settings
 
 
 def test_a_shared_page_counts_once_and_its_fullest_view_counts() -> None:
     cache = MeteredCache(CacheManager(num_pages=8, page_size=4))
     first = cache.open([1, 2, 3, 4, 5, 6])
-    assert cache.measure() == Holding(0, 0, 0, 0)
+    assert cache.measure() == Holding(0, 0, 0, 0, 0, 0)
     assert first.extend(6) == 0
-    assert cache.measure() == Holding(1, 2, 8, 0)  # held, nothing computed yet
+    assert cache.measure() == Holding(1, 2, 8, 0, 2, 0)  # held, nothing computed yet
     first.commit(6)
-    assert cache.measure() == Holding(1, 2, 8, 6)
+    assert cache.measure() == Holding(1, 2, 8, 6, 2, 6)
     second = cache.open([1, 2, 3, 4, 9])
     assert second.extend(1) == 0
     second.commit(1)
-    assert cache.measure() == Holding(2, 3, 12, 7)
+    assert cache.measure() == Holding(2, 3, 12, 7, 4, 11)
     first.close()
-    assert cache.measure() == Holding(1, 2, 8, 5)
+    assert cache.measure() == Holding(1, 2, 8, 5, 2, 5)
     second.close()
-    assert cache.measure() == Holding(0, 0, 0, 0)
+    assert cache.measure() == Holding(0, 0, 0, 0, 0, 0)
     cache.check()
 
 
@@ -38,7 +39,7 @@ def test_a_reservation_counts_whole() -> None:
     lease = cache.open([1, 2, 3])
     assert lease.extend(3) == 0
     lease.commit(3)
-    assert cache.measure() == Holding(1, 4, 16, 3)
+    assert cache.measure() == Holding(1, 4, 16, 3, 4, 3)
     assert (cache.available_pages, cache.pages_for(1), cache.stats().active_pages) == (4, 4, 4)
 
 

@@ -13,7 +13,7 @@ from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
-from pagetrie.kv import CacheManager
+from pagetrie.kv import CacheManager, EvictionLog
 from pagetrie.kv.pool import FREE, PRIVATE
 
 POISON = -1
@@ -146,14 +146,16 @@ class World:
         hold_limit: int | None = None,
         max_contexts: int = 256,
     ) -> None:
+        ticks, context_numbers = count(), count(1)
+        clock = clock or (lambda: float(next(ticks)))
         self.cache = CacheManager(
             num_pages=num_pages,
             page_size=page_size,
             index=index,  # type: ignore[arg-type]
             hold_limit=hold_limit,
+            evictions=EvictionLog(clock),
         )
         self.runner = ToyRunner(self.cache, next_token)
-        ticks, context_numbers = count(), count(1)
         self.engine = Engine(
             runner=self.runner,
             cache=self.cache,
@@ -167,7 +169,7 @@ class World:
                 max_bypass=bypass,
                 max_contexts=max_contexts,
             ),
-            clock=clock or (lambda: float(next(ticks))),
+            clock=clock,
             rng=random.Random(0),
             observer=observer,
             new_context_id=lambda: f"c{next(context_numbers)}",

@@ -10,7 +10,7 @@ from typing import Any
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
-from pagetrie.errors import InvalidRequestError, QueueFullError
+from pagetrie.errors import EngineError, InvalidRequestError, QueueFullError
 
 BOS, EOS = 256, 257
 VOCABULARY = 258
@@ -92,6 +92,7 @@ class Snapshot:
     cow_copies: int = 3
     pinned_pages: int = 4
     contexts: int = 2
+    deferred: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,9 @@ class EngineDouble:
 
     def snapshot(self) -> Snapshot:
         return self.numbers
+
+    async def ask(self, question: Callable[[Any], Any]) -> Any:
+        raise EngineError("the double has no engine to ask")
 
     async def reset_prefix_cache(self) -> ResetReport:
         return ResetReport(freed_pages=7, busy_pages=2)

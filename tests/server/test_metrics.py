@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagetrie.engine.cache_records import MISS_REASONS
+from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import AdmissionReport, FinishReport, StepReport, TokenReport
-from pagetrie.server.metrics import Metrics, steps_of_1_2_5
+from pagetrie.server.metrics import TIERS, Metrics, steps_of_1_2_5
+from tests.engine.toy import World
+from tests.server.test_contexts import RULES, serving
 
 LABELS = {"model_name": "tiny", "engine": "0"}
 
@@ -37,7 +42,7 @@ def finish(request: str, **changes) -> FinishReport:
 
 def test_one_request_is_told_in_full():
     metrics = Metrics("tiny", 8192)
-    metrics.on_admission(AdmissionReport("r", 0.5, 40, 32))
+    metrics.on_admission(AdmissionReport("r", 0.5, 40, 32, {"disk": 12}, "differs"))
     metrics.on_step(StepReport(1.0, 0.1, 1, 0, computed_tokens=8, prefill_tokens=8, generated_tokens=1, preemptions=0))
     metrics.on_token(TokenReport("r", True, 1.2))
     for _ in range(4):
@@ -46,11 +51,18 @@ def test_one_request_is_told_in_full():
     metrics.on_finish(finish("r"))
     value = Exposed(metrics)
     assert value("vllm:prefix_cache_queries_total") == 40
-    assert value("vllm:prefix_cache_hits_total") == 32
+    assert value("vllm:prefix_cache_hits_total") == 20
+    assert value("vllm:external_prefix_cache_queries_total") == 20
+    assert value("vllm:external_prefix_cache_hits_total") == 12
+    assert value("pagetrie:cache_lookups_total", reason="differs") == 1
+    assert value("pagetrie:missed_tokens_total", reason="differs") == 8
+    tiers = {"pool": 20, "ram": 0, "disk": 12, "store": 0}
+    assert {tier: value("pagetrie:prompt_tokens_cached_total", tier=tier) for tier in tiers} == tiers
     assert value("vllm:prompt_tokens_total") == 40
     assert value("vllm:prompt_tokens_cached_total") == 32
     assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 8
-    assert value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert value("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 20
+    assert value("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 12
     assert value("vllm:prompt_tokens_recomputed_total") == 0
     assert value("vllm:generation_tokens_total") == 5
     assert value("vllm:num_preemptions_total") == 4
@@ -59,6 +71,7 @@ def test_one_request_is_told_in_full():
     assert value("vllm:request_success_total", finished_reason="abort") == 0
     sums = {
         "time_to_first_token_seconds": (1.2, 1), "inter_token_latency_seconds": (0.8, 4),
+        "time_per_output_token_seconds": (0.8, 4),
         "request_time_per_output_token_seconds": (0.2, 1), "e2e_request_latency_seconds": (2.0, 1),
         "request_queue_time_seconds": (0.5, 1), "request_inference_time_seconds": (1.5, 1),
         "request_prefill_time_seconds": (0.7, 1), "request_decode_time_seconds": (0.8, 1),
@@ -124,6 +137,9 @@ async def test_gauges_come_from_the_engine_at_scrape_time(site):
     assert value("vllm:cache_config_info", block_size="16", num_gpu_blocks="100", cache_dtype="fp16") == 1
     for state, count in (("free", 70), ("active", 10), ("cached", 17), ("loading", 3)):
         assert value("pagetrie:pages", state=state) == count
+    assert value("vllm:gpu_cache_usage_perc") == pytest.approx(0.1)
+    assert value("vllm:num_requests_waiting_by_reason", reason="capacity") == 0
+    assert value("vllm:num_requests_waiting_by_reason", reason="deferred") == 0
     assert value("pagetrie:evicted_pages_total") == 5
     assert value("pagetrie:copy_on_write_copies_total") == 3
 
@@ -147,3 +163,73 @@ def test_scraping_while_the_engine_reports():
 def test_buckets():
     assert steps_of_1_2_5(120) == [1, 2, 5, 10, 20, 50, 100]
     assert steps_of_1_2_5(1) == [1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_numbers_add_up_over_preemptions_and_cancels(seed: int):
+    """Prompt tokens are cached or computed, pages are in one state, and prefill is what the model was given."""
+    rng = random.Random(seed)
+    metrics = Metrics("tiny", 8192)
+    world = World(num_pages=16, page_size=4, max_model_len=60, seats=6, observer=metrics)
+    loop = EngineLoop(world.engine)
+    metrics.bind(lambda: loop._take_snapshot())
+    trunk = [rng.randrange(1, 200) for _ in range(12)]
+    alive: list[str] = []
+    for number in range(60):
+        prompt = trunk[: rng.randrange(13)] + [rng.randrange(1, 200) for _ in range(rng.randrange(1, 12))]
+        name = str(number)
+        world.add(name, prompt, max_tokens=rng.randrange(20), n=rng.choice((1, 1, 2)), temperature=1.0, seed=number)
+        alive.append(name)
+        for _ in range(rng.randrange(4)):
+            world.step()
+        if rng.random() < 0.2:
+            world.abort(alive.pop(rng.randrange(len(alive))))
+        if number % 10 == 0:
+            value = Exposed(metrics)
+            assert sum(value("pagetrie:pages", state=state) for state in ("free", "active", "cached", "loading")) == 16
+    world.run()
+    value = Exposed(metrics)
+    assert value("vllm:num_preemptions_total") > 0 and value("vllm:request_success_total", finished_reason="abort") > 0
+    cached = sum(value("pagetrie:prompt_tokens_cached_total", tier=tier) for tier in TIERS)
+    computed = value("vllm:prompt_tokens_by_source_total", source="local_compute")
+    assert cached == value("vllm:prompt_tokens_cached_total") > 0
+    assert value("vllm:prompt_tokens_total") == cached + computed
+    decoded = sum(len(share.token_ids) for plan in world.runner.steps for share in plan.sequences)
+    assert value("pagetrie:prefill_tokens_total") <= decoded == world.runner.computed_tokens
+    assert value("vllm:iteration_tokens_total_sum") == decoded
+    lookups = sum(value("pagetrie:cache_lookups_total", reason=reason) for reason in MISS_REASONS)
+    missed = sum(value("pagetrie:missed_tokens_total", reason=reason) for reason in MISS_REASONS)
+    assert lookups == value("vllm:request_queue_time_seconds_count")
+    assert missed == value("vllm:prefix_cache_queries_total") - value("vllm:prefix_cache_hits_total")
+
+
+@pytest.mark.anyio
+async def test_the_tree_in_numbers():
+    async with serving() as client:
+        await client.complete(prompt=RULES, max_tokens=1)
+        text = (await client.http.get("/metrics")).text
+    samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    assert samples["pagetrie:held_pages"] == samples["pagetrie:page_references"] == 0
+    assert samples["pagetrie:tree_tokens"] == len(RULES) and samples["pagetrie:tree_namespaces"] == 1
+    assert samples["pagetrie:tree_leaves"] >= 1
+
+
+def test_usage_of_sequences_that_share_a_trunk():
+    world = World(page_size=4, max_model_len=40)
+    for name in range(3):
+        world.add(str(name), [*range(1, 9), 20 + name, 30], max_tokens=9, ignore_eos=True)
+    while world.engine.num_running < 3:
+        world.step()
+    world.step()
+    usage = world.engine.usage()
+    holding = usage.holding
+    leases = [sequence.lease for sequence in world.engine._scheduler.running]
+    pages = {page for lease in leases for page in lease.pages}
+    assert (holding.leases, holding.pages) == (3, len(pages)) and holding.references == sum(
+        len(x.pages) for x in leases
+    )
+    assert holding.references - holding.pages == 2 * 2  # two shared pages, each counted once
+    assert holding.tokens == sum(lease.computed for lease in leases)
+    assert usage.unused == len(pages) * 4 - (holding.tokens - 2 * 8)
+    assert usage.unused_if_reserved == 3 * 40 - holding.tokens
+    world.run()

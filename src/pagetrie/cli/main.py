@@ -1,11 +1,13 @@
-"""The command line: ``pagetrie serve``, ``pagetrie demo``, ``pagetrie version``.
+"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``version``.
 
 Everything heavy is imported inside the commands, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +56,24 @@ def demo(
     from pagetrie.cli.demo import demo as run_demo
 
     run_demo(settings, users=users, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+
+@app.command()
+@with_settings([MODEL], positional=False)
+def explain(
+    *,
+    first: Annotated[Path, typer.Argument(help="The body of a request, as JSON.", metavar="A.json")],
+    second: Annotated[Path, typer.Argument(help="The body of a later one.", metavar="B.json")],
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    **options: Any,
+) -> None:
+    """Say how much of one request's prompt another one would find in the cache, and why no more."""
+    settings = _settings(options)
+    from pagetrie.cli.explain import explain as run_explain
+    from pagetrie.cli.explain import show
+
+    found = run_explain(settings, first, second)
+    print(json.dumps(found, ensure_ascii=False, indent=2) if as_json else show(found))
 
 
 @app.command()

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from pagetrie.kv import CacheHold, CacheLease, CacheStats, KVCache, ResetReport
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Pages that leases hold at one moment, each page counted once however many share it.
-
-    Attributes:
-        leases: leases that hold pages.
-        pages: distinct pages held.
-        slots: token slots in them.
-        used: slots that hold a token's keys and values.
-    """
-
-    leases: int
-    pages: int
-    slots: int
-    used: int
+from pagetrie.kv import CacheHold, CacheLease, CacheStats, Diagnosis, KVCache, ResetReport
+from pagetrie.kv.holding import Holding, measure
 
 
 class MeteredCache:
@@ -53,6 +36,14 @@ class MeteredCache:
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return self._cache.stored_tokens(tokens, namespace)
 
+    def diagnose(
+        self, tokens: Sequence[int], namespace: bytes = b"", others: Mapping[str, bytes] | None = None
+    ) -> Diagnosis | None:
+        return self._cache.diagnose(tokens, namespace, others)
+
+    def tree_size(self) -> tuple[int, int, int, int]:
+        return self._cache.tree_size()
+
     @property
     def available_pages(self) -> int:
         return self._cache.available_pages
@@ -75,12 +66,4 @@ class MeteredCache:
     def measure(self) -> Holding:
         """Count what is held now."""
         self._leases = [lease for lease in self._leases if not lease.closed]
-        used: dict[int, int] = {}
-        for lease in self._leases:
-            left = lease.computed
-            for page in lease.pages:
-                tokens = min(max(left, 0), self.page_size)
-                used[page] = max(used.get(page, 0), tokens)
-                left -= self.page_size
-        holding = sum(1 for lease in self._leases if lease.pages)
-        return Holding(holding, len(used), len(used) * self.page_size, sum(used.values()))
+        return measure(self._leases, self.page_size)

@@ -17,27 +17,30 @@ from pagetrie import settings
 _METAVARS: dict[Any, str] = {int: "N", float: "N", str: "TEXT", Path: "PATH"}
 
 
-def with_settings(panels: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(
+    panels: Sequence[str], *, positional: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: its ``options`` keywords become a MODEL argument, --config and one flag per setting.
 
     The command's own keyword-only parameters stay as they are. What isn't given arrives as None.
 
     Args:
         panels: the groups of settings to offer, in the order of the help.
+        positional: MODEL is an argument; else it's the option --model.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        made = [_parameter("model", Annotated[Path | None, _model_argument()])]
+        made = [_parameter("model", Annotated[Path | None, _model_argument()])] if positional else []
         for name, field in settings.fields().items():
-            if name != "model" and _extra(field)["panel"] in panels:
+            if (name != "model" or not positional) and _extra(field)["panel"] in panels:
                 made.append(_parameter(name, _annotation(name, field)))
         help_text = "A TOML file with settings, named as the flags are but with underscores."
         config = typer.Option(
             "--config", help=_with_default(help_text, "./pagetrie.toml if there is one"), metavar="FILE"
         )
         made.append(_parameter("config", Annotated[Path | None, config]))
-        command.__signature__ = inspect.Signature([*made[:1], *own, *made[1:]])  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*made[:positional], *own, *made[positional:]])  # type: ignore[attr-defined]
         command.__annotations__ = {}
         return command
 

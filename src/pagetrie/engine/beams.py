@@ -23,6 +23,7 @@ class GroupLease:
 
     def __init__(self, leases: list[CacheLease]) -> None:
         self.leases = leases
+        self.holder = leases[0].holder
         self.awaits: PendingPage | None = None
 
     @property

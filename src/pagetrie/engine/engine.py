@@ -16,8 +16,17 @@ from itertools import islice
 
 from pagetrie.engine.beam_search import BeamSearch
 from pagetrie.engine.beams import BeamGroup, GroupLease
+from pagetrie.engine.cache_records import CacheRecords
 from pagetrie.engine.contexts import Contexts
-from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.engine.observer import (
+    AdmissionReport,
+    EngineObserver,
+    FinishReport,
+    PrefillReport,
+    SeatReport,
+    StepReport,
+    TokenReport,
+)
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
@@ -25,6 +34,7 @@ from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceS
 from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import RequestState, Sequence
 from pagetrie.engine.text_stream import TextStream, Vocabulary
+from pagetrie.engine.usage import CacheUsage, measure_usage
 from pagetrie.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -91,6 +101,7 @@ class Engine:
 
     Attributes:
         contexts: what requests may start from; see ``Contexts``.
+        cache_records: why the latest requests hit or missed the cache.
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class Engine:
             new_id=new_context_id,
             max_per_owner=config.max_contexts,
         )
+        self.cache_records = CacheRecords(cache, namespace=self._namespace, clock=clock)
         self._arrivals = 0
         # (deadline, arrival number, request id); those that ended before are skipped when they come up.
         self._deadlines: list[tuple[float, int, str]] = []
@@ -314,8 +326,21 @@ class Engine:
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 
+    @property
+    def num_deferred(self) -> int:
+        """Those of the waiting that wait for pages that are being computed or loaded."""
+        return self._scheduler.waiting.num_parked
+
     def cache_stats(self) -> CacheStats:
         return self._cache.stats()
+
+    def usage(self) -> CacheUsage:
+        """How well the memory is used now. Takes a walk over the tree and the running sequences."""
+        return measure_usage(
+            self._cache,
+            [lease for sequence in self._scheduler.running for lease in sequence.leases],
+            self.config.max_model_len,
+        )
 
     @property
     def page_size(self) -> int:
@@ -335,13 +360,23 @@ class Engine:
         self.settle()
         plan = self._scheduler.schedule()
         self._stalled = not plan.shares and not self._scheduler.running
+        for sequence in plan.parked:
+            if sequence.state.parked_at is None:
+                sequence.state.parked_at = started
+        for sequence in plan.preempted:
+            self._observer.on_seat(SeatReport(sequence.state.request.request_id, sequence.index, started, False))
         for sequence in plan.admitted:
             self._on_admitted(sequence, started)
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
-        prefill_tokens = sum(
-            count * sequence.rows for sequence, count in plan.shares.items() if count > 1 or not sequence.started
-        )
+        prefills = [
+            PrefillReport(
+                sequence.state.request.request_id, sequence.lease.computed, count * sequence.rows, started, started
+            )
+            for sequence, count in plan.shares.items()
+            if (count > 1 or not sequence.started) and sequence.lease is not None
+        ]
+        prefill_tokens = sum(report.tokens for report in prefills)
         generated = 0
         if plan.shares:
             step_plan = self._step_plan(plan)
@@ -361,6 +396,9 @@ class Engine:
                     else:
                         generated += self._commit_beams(sequence, sequence.beams, count, taken, outputs)
         now = self._clock()
+        for report in prefills:
+            report.end = now
+            self._observer.on_prefill(report)
         if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
             self._transfers.note_prefill(prefill_tokens, now - started)
         self._observer.on_step(
@@ -387,7 +425,9 @@ class Engine:
                 outputs[request_id] = self._end(state, "timeout", error)
 
     def _on_admitted(self, sequence: Sequence, now: float) -> None:
-        state = sequence.state
+        state, request = sequence.state, sequence.state.request
+        if state.admitted_at is not None:
+            self._observer.on_seat(SeatReport(request.request_id, sequence.index, now, True))
         if state.admitted_at is not None or sequence.lease is None:
             return
         state.admitted_at = now
@@ -395,9 +435,17 @@ class Engine:
         if self._transfers is not None:
             claimed = self._transfers.claim(sequence.lease.pages)
             state.cached_by_tier = {name: pages * self._cache.page_size for name, pages in claimed.items()}
-        request = state.request
         self._observer.on_admission(
-            AdmissionReport(request.request_id, now - state.arrival, len(request.prompt_ids), state.cached_tokens)
+            AdmissionReport(
+                request_id=request.request_id,
+                queue_time=now - state.arrival,
+                prompt_tokens=len(request.prompt_ids),
+                cached_tokens=state.cached_tokens,
+                cached_by_tier=state.cached_by_tier,
+                reason=self.cache_records.note(sequence, self._scheduler.running).reason,
+                time=now,
+                wait_time=0.0 if state.parked_at is None else now - state.parked_at,
+            )
         )
 
     def _step_plan(self, plan: Schedule) -> StepPlan:
@@ -661,6 +709,7 @@ class Engine:
                 prefill_time=None if admitted is None or first is None else first - admitted,
                 decode_time=None if first is None else now - first,
                 last_of_request=last,
+                time=now,
             )
         )
 

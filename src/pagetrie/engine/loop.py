@@ -44,6 +44,7 @@ class EngineSnapshot:
     pinned_pages: int
     contexts: int
     loading_pages: int = 0
+    deferred: int = 0
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -288,6 +289,7 @@ class EngineLoop:
             pinned_pages=stats.pinned_pages,
             contexts=len(engine.contexts),
             loading_pages=stats.loading_pages,
+            deferred=engine.num_deferred,
         )
 
 

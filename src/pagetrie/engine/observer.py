@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pagetrie.engine.cache_records import MissReason
 from pagetrie.engine.output import FinishReason
 
 
@@ -33,12 +35,48 @@ class StepReport:
 
 @dataclass(slots=True)
 class AdmissionReport:
-    """A request got its first seat. Reported once per request, never again after a preemption."""
+    """A request got its first seat. Reported once per request, never again after a preemption.
+
+    Attributes:
+        queue_time: seconds since its arrival.
+        cached_by_tier: of the cached tokens, those that came from a tier below the pool.
+        reason: why the others weren't cached.
+        time: when, in seconds of the engine's clock.
+        wait_time: of the queue time, what it waited for pages that another request computed or a tier delivered.
+    """
 
     request_id: str
     queue_time: float
     prompt_tokens: int
     cached_tokens: int
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    reason: MissReason = "never_stored"
+    time: float = 0.0
+    wait_time: float = 0.0
+
+
+@dataclass(slots=True)
+class SeatReport:
+    """A choice lost its seat to a preemption, or got one again afterwards."""
+
+    request_id: str
+    index: int
+    time: float
+    seated: bool
+
+
+@dataclass(slots=True)
+class PrefillReport:
+    """A step computed ``tokens`` of a prompt (or of what a preempted sequence has to compute again).
+
+    ``position`` is where they begin; ``start`` and ``end`` are the step's, in seconds of the engine's clock.
+    """
+
+    request_id: str
+    position: int
+    tokens: int
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -52,7 +90,7 @@ class TokenReport:
 
 @dataclass(slots=True)
 class FinishReport:
-    """A choice ended. Times are seconds; ``None`` where the request never got so far."""
+    """A choice ended, at ``time``. Times are seconds; ``None`` where the request never got so far."""
 
     request_id: str
     reason: FinishReason
@@ -66,6 +104,7 @@ class FinishReport:
     prefill_time: float | None
     decode_time: float | None
     last_of_request: bool
+    time: float = 0.0
 
 
 class EngineObserver:
@@ -77,8 +116,53 @@ class EngineObserver:
     def on_admission(self, report: AdmissionReport) -> None:
         """A request was given its first seat."""
 
+    def on_seat(self, report: SeatReport) -> None:
+        """A choice was preempted, or runs again."""
+
+    def on_prefill(self, report: PrefillReport) -> None:
+        """A part of a prompt has been computed."""
+
     def on_token(self, report: TokenReport) -> None:
         """A choice received a token."""
 
     def on_finish(self, report: FinishReport) -> None:
         """A choice has ended, for whatever reason."""
+
+
+class Observers(EngineObserver):
+    """Several observers as one; each is only called for what it overrides."""
+
+    def __init__(self, observers: Sequence[EngineObserver]) -> None:
+        def listening(name: str) -> list[EngineObserver]:
+            return [o for o in observers if getattr(type(o), name) is not getattr(EngineObserver, name)]
+
+        self._step = [o.on_step for o in listening("on_step")]
+        self._admission = [o.on_admission for o in listening("on_admission")]
+        self._seat = [o.on_seat for o in listening("on_seat")]
+        self._prefill = [o.on_prefill for o in listening("on_prefill")]
+        self._token = [o.on_token for o in listening("on_token")]
+        self._finish = [o.on_finish for o in listening("on_finish")]
+
+    def on_step(self, report: StepReport) -> None:
+        for tell in self._step:
+            tell(report)
+
+    def on_admission(self, report: AdmissionReport) -> None:
+        for tell in self._admission:
+            tell(report)
+
+    def on_seat(self, report: SeatReport) -> None:
+        for tell in self._seat:
+            tell(report)
+
+    def on_prefill(self, report: PrefillReport) -> None:
+        for tell in self._prefill:
+            tell(report)
+
+    def on_token(self, report: TokenReport) -> None:
+        for tell in self._token:
+            tell(report)
+
+    def on_finish(self, report: FinishReport) -> None:
+        for tell in self._finish:
+            tell(report)

@@ -44,6 +44,7 @@ class Schedule:
         tokens: sum of the shares.
         admitted: sequences that got a seat now.
         preempted: sequences that lost theirs.
+        parked: sequences set aside until a page that they need has been computed or loaded.
         outgrown: sequences that fill the whole pool on their own and can't go on.
     """
 
@@ -51,6 +52,7 @@ class Schedule:
     tokens: int = 0
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    parked: list[Sequence] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, count: int) -> None:
@@ -217,6 +219,7 @@ class Scheduler:
                 lease = self._open(sequence)
                 if lease.awaits is not None and not lease.awaits.done:
                     waiting.park(sequence, lease.awaits)
+                    plan.parked.append(sequence)
                     lease.close()
                     continue
                 fits = self._start(sequence, lease, plan)
@@ -306,9 +309,11 @@ class Scheduler:
         # Such a prompt is computed anew.
         if state.prompt_logprobs_due:
             state.prompt_logprobs.clear()
-        return self._cache.open(
+        lease = self._cache.open(
             sequence.ids, state.namespace, lookup=state.reads_cache, publish=state.request.params.use_prefix_cache
         )
+        lease.holder = state.request.request_id
+        return lease
 
     def _missing_pages(self, sequence: Sequence, lease: CacheLease) -> int:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""

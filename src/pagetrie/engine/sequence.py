@@ -21,6 +21,7 @@ class RequestState:
         level: ``priority + arrival step // ageing_steps``; lower goes first (see ``waiting``).
         max_tokens: tokens each choice may generate, after the context's and the pool's limits.
         cached_by_tier: of the cached tokens, those that came from a tier below the pool, by its name.
+        parked_at: when it first had to wait for pages that another request computes or a tier delivers.
         sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
     """
 
@@ -31,6 +32,7 @@ class RequestState:
     max_tokens: int
     sequences: list[Sequence] = field(default_factory=list)
     admitted_at: float | None = None
+    parked_at: float | None = None
     first_token_at: float | None = None
     cached_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
@@ -104,6 +106,13 @@ class Sequence:
     def rows(self) -> int:
         """Tokens that are computed for one more position."""
         return len(self.lease.leases) if isinstance(self.lease, GroupLease) else 1
+
+    @property
+    def leases(self) -> list[CacheLease]:
+        """Every lease it holds: none while it waits, one per beam, else one."""
+        if isinstance(self.lease, GroupLease):
+            return self.lease.leases
+        return [] if self.lease is None else [self.lease]
 
     @property
     def fork_pages(self) -> int:

@@ -58,6 +58,11 @@ class WaitingQueue:
             yield from parked
 
     @property
+    def num_parked(self) -> int:
+        """Those that wait for a page."""
+        return self._parked_count
+
+    @property
     def any_ready(self) -> bool:
         """Somebody waits for nothing but room."""
         return bool(self._victims or self._fresh)

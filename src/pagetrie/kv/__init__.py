@@ -1,6 +1,8 @@
 """The KV cache: page pool, prefix index and leases. Imports neither torch nor anything above it."""
 
 from pagetrie.kv.contiguous import ContiguousCacheManager
+from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.holds import Hold
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, KVCache, PageTransfers, PendingPage, ResetReport
 from pagetrie.kv.manager import CacheManager, Lease
@@ -12,6 +14,9 @@ __all__ = [
     "CacheManager",
     "CacheStats",
     "ContiguousCacheManager",
+    "Diagnosis",
+    "Eviction",
+    "EvictionLog",
     "Hold",
     "KVCache",
     "Lease",

@@ -6,9 +6,10 @@ Kept so that waste and concurrency can be compared in one run. It shares nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pagetrie.errors import HoldLimitError
+from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
 
 
@@ -51,6 +52,14 @@ class ContiguousCacheManager:
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return 0
+
+    def diagnose(
+        self, tokens: Sequence[int], namespace: bytes = b"", others: Mapping[str, bytes] | None = None
+    ) -> Diagnosis | None:
+        return None
+
+    def tree_size(self) -> tuple[int, int, int, int]:
+        return 0, 0, 0, 0
 
     @property
     def available_pages(self) -> int:
@@ -112,6 +121,7 @@ class ContiguousLease:
         self.pages: list[int] = []
         self.awaits: PendingPage | None = None
         self.closed = False
+        self.holder = ""
 
     def extend(self, count: int) -> int:
         manager = self._manager

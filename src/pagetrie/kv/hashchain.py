@@ -32,6 +32,11 @@ class HashIndex(PageTree):
         root.chain_key = self._keys.root(namespace)
         return root
 
+    def namer(self, node: Node | None, namespace: bytes) -> _ChainNamer:
+        """See ``PageTree.namer``."""
+        start = self._keys.root(namespace) if node is None else node.chain_key
+        return _ChainNamer(self._keys, start, self.page_bytes)
+
     def match(self, namespace: bytes, tokens: bytes, limit: int) -> Match:
         """See ``RadixIndex.match``."""
         match = Match(self.root(namespace))
@@ -92,3 +97,19 @@ class HashIndex(PageTree):
     def _forget(self, node: Node) -> None:
         if self._entries.get(node.chain_key) is node:
             del self._entries[node.chain_key]
+
+
+class _ChainNamer:
+    """A page's name is its key."""
+
+    def __init__(self, keys: ChainKeys, parent: bytes, page_bytes: int) -> None:
+        self._keys = keys
+        self._parent = parent
+        self._page_bytes = page_bytes
+
+    def name(self, tokens: bytes) -> bytes:
+        return self._keys.page(self._parent, tokens)
+
+    def go_on(self, tokens: bytes) -> None:
+        for start in range(0, len(tokens), self._page_bytes):
+            self._parent = self.name(tokens[start : start + self._page_bytes])

@@ -6,9 +6,11 @@ came from).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from pagetrie.kv.diagnosis import Diagnosis
 
 
 class PendingPage:
@@ -55,6 +57,9 @@ class ResetReport:
 
 class CacheLease(Protocol):
     """A sequence's hold on its pages."""
+
+    holder: str
+    """Whom it is for, in words of whoever opened it; what it evicts is put down to that name."""
 
     @property
     def computed(self) -> int:
@@ -199,6 +204,19 @@ class KVCache(Protocol):
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         """How many leading ``tokens`` are stored now, in whole pages. Pins nothing and counts as no use: a hint."""
+        ...
+
+    def diagnose(
+        self, tokens: Sequence[int], namespace: bytes = b"", others: Mapping[str, bytes] | None = None
+    ) -> Diagnosis | None:
+        """Where these tokens leave what is stored, and why; None where nothing is shared. Pins nothing.
+
+        ``others``: further namespaces to look in, by any name.
+        """
+        ...
+
+    def tree_size(self) -> tuple[int, int, int, int]:
+        """Namespaces, edges, edges without further ones and tokens that are stored. Walks the whole tree."""
         ...
 
     @property

@@ -7,9 +7,11 @@ lease's one pin, on the node where they end; the rest are private to it (and its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from pagetrie.kv.diagnosis import Diagnosis, diagnose, lost_names
+from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import CacheLease, CacheStats, PendingPage, ResetReport
@@ -37,6 +39,7 @@ class CacheManager:
         secret: 32 bytes keying the hash index's keys.
         hold_limit: most pages that holds may pin; None for all.
         transfers: what moves pages to and from tiers below the pool, if there are any.
+        evictions: remembers what was given up, for ``diagnose``; None to remember nothing.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class CacheManager:
         secret: bytes = _NO_SECRET,
         hold_limit: int | None = None,
         transfers: Transfers | None = None,
+        evictions: EvictionLog | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -67,7 +71,10 @@ class CacheManager:
         self.transfers = transfers
         if transfers is not None:
             transfers.bind(self)
-            self.index.on_evict = transfers.evicting
+        self.evictions = evictions
+        # The lease that pages are being taken for.
+        self._taker: Lease | None = None
+        self.index.on_evict = self._evicting
 
     def open(
         self, tokens: Sequence[int], namespace: bytes = b"", *, lookup: bool = True, publish: bool = True
@@ -105,6 +112,17 @@ class CacheManager:
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return self.index.stored_tokens(namespace, pack_tokens(tokens)) if self.shares else 0
 
+    def diagnose(
+        self, tokens: Sequence[int], namespace: bytes = b"", others: Mapping[str, bytes] | None = None
+    ) -> Diagnosis | None:
+        """See ``KVCache.diagnose``."""
+        if not self.shares:
+            return None
+        return diagnose(self.index, self.evictions, tokens, namespace, others or {}, self.transfers)
+
+    def tree_size(self) -> tuple[int, int, int, int]:
+        return self.index.size()
+
     @property
     def available_pages(self) -> int:
         return self.pool.free_pages + self.index.cached_pages
@@ -133,11 +151,11 @@ class CacheManager:
         """Forget every stored prefix, held ones too. Running leases keep their pages but publish nothing more."""
         while self._holds.give_up():
             pass
-        self.index.on_evict = None
+        self.index.on_evict = self._forgetting
         freed, _ = self.index.reset()
+        self.index.on_evict = self._evicting
         if self.transfers is not None:
             self.transfers.reset()
-            self.index.on_evict = self.transfers.evicting
         return ResetReport(freed_pages=freed, busy_pages=self.num_pages - self.pool.free_pages)
 
     def check(self) -> None:
@@ -151,10 +169,11 @@ class CacheManager:
 
     # -- for leases --------------------------------------------------------------------------------------------------
 
-    def _take(self, count: int) -> list[int]:
-        """``count`` pages for a lease, evicting what is needed; the caller has made sure they are available."""
+    def _take(self, count: int, lease: Lease | None = None) -> list[int]:
+        """``count`` pages, evicting what is needed; the caller has made sure they are available."""
         short = count - self.pool.free_pages
         if short > 0:
+            self._taker = lease
             self.index.evict(short)
         pages = self.pool.allocate(count)
         if self.transfers is not None:
@@ -176,6 +195,23 @@ class CacheManager:
             index.pin(node)
         index.unpin(root)
         return sole
+
+    def _evicting(self, node: Node, count: int) -> None:
+        """The index is about to give up the last ``count`` pages of a node."""
+        if self.transfers is not None:
+            self.transfers.evicting(node, count)
+        if self.evictions is not None:
+            taker, now = self._taker, self.evictions.now()
+            eviction = (
+                Eviction(now, "room", taker.holder, bytes(taker._root.tokens)) if taker else Eviction(now, "room")
+            )
+            self.evictions.note(lost_names(self.index, node, count), eviction)
+
+    def _forgetting(self, node: Node, count: int) -> None:
+        """The same, because everything is forgotten."""
+        if self.evictions is not None:
+            names = lost_names(self.index, node, count)
+            self.evictions.note(names, Eviction(self.evictions.now(), "reset"))
 
     def _copy(self, source: int, destination: int) -> None:
         self._copies.append((source, destination))
@@ -215,6 +251,7 @@ class Lease:
         "cached_tokens",
         "closed",
         "computed",
+        "holder",
         "pages",
     )
 
@@ -239,6 +276,7 @@ class Lease:
         self.cached_tokens = 0
         self.awaits: PendingPage | None = None
         self.closed = False
+        self.holder = ""
 
     def __len__(self) -> int:
         """Known tokens."""
@@ -260,7 +298,7 @@ class Lease:
                 missing -= self._give_up_partial(missing)
             if missing > 0:
                 return missing
-            new = manager._take(needed)
+            new = manager._take(needed, self)
             if shared:
                 copy = new.pop()
                 manager._copy(pages[tail], copy)
@@ -350,6 +388,7 @@ class Lease:
         child = Lease(manager, self._tokens, self._root, self._node, publish=self._publish)
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
+        child.holder = self.holder
         child.pages = self.pages[: manager.pages_for(self.computed)]
         child._indexed = self._indexed
         child._copy_pending = self._copy_pending

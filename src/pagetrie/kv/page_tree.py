@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Protocol
 
 from pagetrie.kv.pool import INDEXED, PagePool
 from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
@@ -79,6 +80,18 @@ class Match:
         self.partial_owner: Node | None = None
 
 
+class PageNamer(Protocol):
+    """Names pages one after another; a name stands for a page's tokens and for all tokens before it."""
+
+    def name(self, tokens: bytes) -> bytes:
+        """The name that a page of ``tokens``, a whole one or part of one, has here."""
+        ...
+
+    def go_on(self, tokens: bytes) -> None:
+        """Step over whole pages."""
+        ...
+
+
 class PageTree:
     """Pins, recency, eviction and page counts. The radix and the hash index add how to match and insert.
 
@@ -114,6 +127,18 @@ class PageTree:
         if node is None:
             node = self._roots[namespace] = self._make_root(namespace)
         return node
+
+    def find_root(self, namespace: bytes) -> Node | None:
+        """The root of a namespace; None if nothing of it is stored or held."""
+        return self._roots.get(namespace)
+
+    def namer(self, node: Node | None, namespace: bytes) -> PageNamer:
+        """Names the pages that follow ``node`` (of whole pages, or a root); of a namespace's first pages for None."""
+        raise NotImplementedError
+
+    def stored_tokens(self, namespace: bytes, tokens: bytes) -> int:
+        """Leading tokens of ``tokens`` (u32 LE) that whole stored pages hold. Changes nothing."""
+        raise NotImplementedError
 
     def _make_root(self, namespace: bytes) -> Node:
         return Node(None, namespace, [], 0)
@@ -320,6 +345,16 @@ class PageTree:
         """All nodes but the roots, parents before children."""
         for root in [*self._roots.values(), *self._dead_roots]:
             yield from walk(root)
+
+    def size(self) -> tuple[int, int, int, int]:
+        """Namespaces, nodes, leaves and tokens that can be matched."""
+        nodes = leaves = size = 0
+        for root in self._roots.values():
+            for node in walk(root):
+                nodes += 1
+                leaves += not node.children
+                size += len(node.tokens)
+        return sum(1 for root in self._roots.values() if root.children), nodes, leaves, size // TOKEN_BYTES
 
     def check(self) -> None:
         """Recount by brute force (for tests). Raises AssertionError on any disagreement."""

@@ -19,6 +19,14 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """The token ids of u32 little-endian bytes."""
+    ids = array("I", packed)
+    if not _LITTLE:
+        ids.byteswap()
+    return tuple(ids)
+
+
 def common_prefix(a: bytes | bytearray, b: bytes | bytearray, offset: int, limit: int) -> int:
     """Length in bytes of the longest common prefix of ``a`` and ``b[offset:]``, at most ``limit``.
 

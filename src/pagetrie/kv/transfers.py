@@ -352,6 +352,23 @@ class Transfers:
         self.stack.ask_remote(keys, answer)
         return lookup.pending
 
+    def kept_below(self, namespace: bytes, page: int | None, tokens: bytes) -> tuple[str, int]:
+        """Of whole pages of ``tokens`` that follow ``page`` (None: a namespace's first ones), what local tiers hold.
+
+        Returns:
+            The tier that holds the first of them (empty for none), and how many tokens in a row are held.
+        """
+        first = self._keys.root(namespace + self._epoch)
+        full = len(tokens) - len(tokens) % self._page_bytes
+        name, held = "", 0
+        for ref in self._refs(first, self._page_keys[page] if page is not None else first, tokens[:full]):
+            tier = self.stack.locate(ref.key)
+            if tier is None:
+                break
+            name = name or tier.name
+            held += len(ref.tokens) // TOKEN_BYTES
+        return name, held
+
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

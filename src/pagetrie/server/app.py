@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
 from pagetrie.errors import PagetrieError
-from pagetrie.server import chat, completions, contexts, tokenization
+from pagetrie.server import chat, completions, contexts, explain, tokenization
 from pagetrie.server.context import HttpError, ServerContext
 from pagetrie.server.disconnect import ClientGoneError
 from pagetrie.server.engine_api import Engine
@@ -116,6 +116,10 @@ def _add_generation_routes(app: FastAPI, context: ServerContext) -> None:
     async def completions_route(request: Request) -> Response:
         return await completions.completions(context, request)
 
+    @app.get("/v1/requests/{request_id}/cache")
+    async def request_cache(request: Request, request_id: str) -> Response:
+        return await explain.show(context, request, request_id)
+
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
         return await tokenization.tokenize(context, request)
@@ -185,7 +189,7 @@ def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(context.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+        return Response(context.metrics.expose(await context.usage()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def show_version() -> Response:

@@ -13,6 +13,7 @@ from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.contexts import start_chat
 from pagetrie.server.disconnect import unless_disconnected
+from pagetrie.server.explain import Explained
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.logprobs import chat_logprobs
 from pagetrie.server.prompts import Prompt, chat_prompt
@@ -43,14 +44,18 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         priority=request.priority or 0,
         timeout=request.timeout,
     )
+    explained = Explained(context, request_id, outputs, request.cache_salt) if request.explain_cache else None
     if request.stream:
         head = context.head("chat.completion.chunk", request_id, model)
         with_logprobs = params.logprobs is not None
         events = _events(context, outputs, head, with_logprobs, request.include_usage)
+        if explained is not None:
+            events = explained.after(events, head)
         return EventStream(events, outputs.aclose, request_id)
     try:
         choices = await collect(outputs, params.n)
         usage = outputs.usage()
+        extra = {} if explained is None else await explained.fields()
     finally:
         await outputs.aclose()
     head = context.head("chat.completion", request_id, model)
@@ -65,7 +70,7 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
             }
             for i, choice in enumerate(choices)
         ]
-        return encode({**head, "choices": rendered, "usage": usage})
+        return encode({**head, "choices": rendered, "usage": usage, **extra})
 
     content = render() if params.logprobs is None else await context.workers.run(0, render)
     return Response(content, media_type="application/json", headers={"x-request-id": request_id})

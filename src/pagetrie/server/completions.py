@@ -15,6 +15,7 @@ from pagetrie.server.collect import collect, likeliest
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.contexts import start_completion
 from pagetrie.server.disconnect import unless_disconnected
+from pagetrie.server.explain import Explained
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.logprobs import LegacyLogprobs, join_blocks
 from pagetrie.server.prompts import Prompt, completion_prompts
@@ -49,13 +50,17 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         timeout=request.timeout,
     )
     count = len(prompts) * params.n
+    explained = Explained(context, request_id, outputs, request.cache_salt) if request.explain_cache else None
     if request.stream:
         head = context.head("text_completion", request_id, model)
         events = _events(context, outputs, head, params, count, echo, request.include_usage)
+        if explained is not None:
+            events = explained.after(events, head)
         return EventStream(events, outputs.aclose, request_id)
     try:
         choices = likeliest(await collect(outputs, len(prompts) * drawn.n), drawn.n, params.n)
         usage = outputs.usage()
+        extra = {} if explained is None else await explained.fields()
     finally:
         await outputs.aclose()
     head = context.head("text_completion", request_id, model)
@@ -72,7 +77,7 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
                 blocks.append(form.output(choice.logprobs))
             logprobs = None if form is None else join_blocks(*blocks)
             rendered.append({"index": i, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason})
-        return encode({**head, "choices": rendered, "usage": usage})
+        return encode({**head, "choices": rendered, "usage": usage, **extra})
 
     content = render() if params.logprobs is None else await context.workers.run(0, render)
     return Response(content, media_type="application/json", headers={"x-request-id": request_id})

@@ -9,8 +9,10 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from pagetrie.engine.engine import Engine as CoreEngine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
+from pagetrie.engine.usage import CacheUsage
 from pagetrie.errors import EngineError, InvalidRequestError
 from pagetrie.server.engine_api import Engine, Source
 from pagetrie.server.errors import ServerStoppingError, http_error, model_not_found
@@ -20,6 +22,8 @@ from pagetrie.server.metrics import Metrics
 from pagetrie.server.prompts import Prompt
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 from pagetrie.server.workers import WorkerPool
+
+USAGE_SECONDS = 2.0
 
 
 class HttpError(Exception):
@@ -119,6 +123,14 @@ class ServerContext:
             await asyncio.gather(*(source.aclose() for source in sources))
             raise
         return OutputStream(sources, params.n)
+
+    async def usage(self) -> CacheUsage | None:
+        """The memory's numbers of now; None if the engine doesn't get to it soon (a step may take a while)."""
+        try:
+            async with asyncio.timeout(USAGE_SECONDS):
+                return await self.loop.ask(CoreEngine.usage)
+        except (EngineError, TimeoutError):
+            return None
 
     def head(self, kind: str, request_id: str, model: str) -> dict[str, Any]:
         """The fields that open every answer and chunk."""

@@ -13,7 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pagetrie.engine.cache_records import MISS_REASONS
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.engine.usage import CacheUsage
 from pagetrie.server.engine_api import Snapshot
 
 TTFT_BUCKETS = (
@@ -31,6 +33,11 @@ REQUEST_TIME_BUCKETS = (
 ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+POOL = "pool"
+TIERS = (POOL, "ram", "disk", "store")
+"""Where cached tokens come from: the pool, or a tier below it."""
+OLD_NAMES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+"""What older dashboards call a histogram."""
 
 
 def steps_of_1_2_5(limit: int) -> list[int]:
@@ -49,6 +56,7 @@ def steps_of_1_2_5(limit: int) -> list[int]:
 class _OpenRequest:
     prompt_tokens: int
     cached_tokens: int
+    cached_by_tier: Mapping[str, int]
     prompt_counted: bool = False
     longest_choice: int = 0
 
@@ -67,9 +75,11 @@ class Metrics(EngineObserver):
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._usage: CacheUsage | None = None
         self._cache_config = dict(cache_config or {})
         self._snapshot: Callable[[], Snapshot] | None = None
         self._open: dict[str, _OpenRequest] = {}
+        self._renamed: list[Histogram] = []
         sizes = steps_of_1_2_5(max_model_len)
 
         def counter(name: str, text: str) -> Counter:
@@ -77,6 +87,8 @@ class Metrics(EngineObserver):
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=tuple(buckets))
+            if name in OLD_NAMES:
+                self._renamed.append(family)
             return family.labels(**self._labels)
 
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -97,6 +109,34 @@ class Metrics(EngineObserver):
         )
         self._computed = by_source.labels(**self._labels, source="local_compute")
         self._cache_hit = by_source.labels(**self._labels, source="local_cache_hit")
+        self._transferred = by_source.labels(**self._labels, source="external_kv_transfer")
+        self._external_queries = counter(
+            "vllm:external_prefix_cache_queries", "Prompt tokens that the pool lacked, looked up in the tiers below it."
+        )
+        self._external_hits = counter(
+            "vllm:external_prefix_cache_hits", "Prompt tokens loaded from the tiers below the pool."
+        )
+        by_tier = Counter(
+            "pagetrie:prompt_tokens_cached",
+            "Prompt tokens taken from the cache, by the tier that they came from.",
+            (*self._labels, "tier"),
+            registry=self.registry,
+        )
+        self._by_tier = {tier: by_tier.labels(**self._labels, tier=tier) for tier in TIERS}
+        lookups = Counter(
+            "pagetrie:cache_lookups",
+            "Requests by why the rest of their prompt wasn't cached.",
+            (*self._labels, "reason"),
+            registry=self.registry,
+        )
+        self._lookups = {reason: lookups.labels(**self._labels, reason=reason) for reason in MISS_REASONS}
+        missed = Counter(
+            "pagetrie:missed_tokens",
+            "Prompt tokens that weren't cached, by why.",
+            (*self._labels, "reason"),
+            registry=self.registry,
+        )
+        self._missed = {reason: missed.labels(**self._labels, reason=reason) for reason in MISS_REASONS}
         success = Counter(
             "vllm:request_success", "Finished choices.", (*self._labels, "finished_reason"), registry=self.registry
         )
@@ -134,8 +174,13 @@ class Metrics(EngineObserver):
         """Say where to read the gauges from when scraped."""
         self._snapshot = snapshot
 
-    def expose(self) -> bytes:
-        """Everything in Prometheus' text format."""
+    def expose(self, usage: CacheUsage | None = None) -> bytes:
+        """Everything in Prometheus' text format.
+
+        Args:
+            usage: the memory's numbers of this moment; without them the latest known ones are told.
+        """
+        self._usage = usage or self._usage
         return generate_latest(self.registry)
 
     def on_step(self, report: StepReport) -> None:
@@ -146,10 +191,15 @@ class Metrics(EngineObserver):
             self._iteration.observe(report.computed_tokens)
 
     def on_admission(self, report: AdmissionReport) -> None:
+        loaded = sum(report.cached_by_tier.values())
         self._queries.inc(report.prompt_tokens)
-        self._hits.inc(report.cached_tokens)
+        self._hits.inc(report.cached_tokens - loaded)
+        self._external_queries.inc(report.prompt_tokens - report.cached_tokens + loaded)
+        self._external_hits.inc(loaded)
+        self._lookups[report.reason].inc()
+        self._missed[report.reason].inc(report.prompt_tokens - report.cached_tokens)
         self._queue.observe(report.queue_time)
-        self._open[report.request_id] = _OpenRequest(report.prompt_tokens, report.cached_tokens)
+        self._open[report.request_id] = _OpenRequest(report.prompt_tokens, report.cached_tokens, report.cached_by_tier)
 
     def on_token(self, report: TokenReport) -> None:
         if not report.first:
@@ -178,8 +228,13 @@ class Metrics(EngineObserver):
         request.prompt_counted = True
         computed = request.prompt_tokens - request.cached_tokens
         self._prompt.inc(request.prompt_tokens)
+        loaded = sum(request.cached_by_tier.values())
         self._cached.inc(request.cached_tokens)
-        self._cache_hit.inc(request.cached_tokens)
+        self._cache_hit.inc(request.cached_tokens - loaded)
+        self._transferred.inc(loaded)
+        self._by_tier[POOL].inc(request.cached_tokens - loaded)
+        for tier, tokens in request.cached_by_tier.items():
+            self._by_tier[tier].inc(tokens)
         self._computed.inc(computed)
         self._kv_computed.observe(computed)
         if computed == 1 and request.cached_tokens:
@@ -210,10 +265,23 @@ class Metrics(EngineObserver):
             family.add_metric(values, value)
             return family
 
+        def by(label: str, name: str, text: str, values_of: Mapping[str, float]) -> Metric:
+            family = GaugeMetricFamily(name, text, labels=(*names, label))
+            for key, value in values_of.items():
+                family.add_metric((*values, key), value)
+            return family
+
         yield gauge("vllm:num_requests_running", "Sequences with a seat.", now.running)
         yield gauge("vllm:num_requests_waiting", "Requests without a seat.", now.waiting)
+        yield by(
+            "reason",
+            "vllm:num_requests_waiting_by_reason",
+            "Requests without a seat: for want of room, or for pages that are being computed or loaded.",
+            {"capacity": now.waiting - now.deferred, "deferred": now.deferred},
+        )
         usage = now.active_pages / now.total_pages if now.total_pages else 0.0
         yield gauge("vllm:kv_cache_usage_perc", "Share of pages in use by requests, 0 to 1.", usage)
+        yield gauge("vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", usage)
         config = {
             **self._labels,
             **self._cache_config,
@@ -223,15 +291,15 @@ class Metrics(EngineObserver):
         info = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=tuple(config))
         info.add_metric(tuple(config.values()), 1)
         yield info
-        pages = GaugeMetricFamily("pagetrie:pages", "KV pages by state.", labels=(*names, "state"))
-        for state, count in (
-            ("free", now.free_pages),
-            ("active", now.active_pages),
-            ("cached", now.cached_pages),
-            ("loading", now.loading_pages),
-        ):
-            pages.add_metric((*values, state), count)
-        yield pages
+        states = {
+            "free": now.free_pages,
+            "active": now.active_pages,
+            "cached": now.cached_pages,
+            "loading": now.loading_pages,
+        }
+        yield by("state", "pagetrie:pages", "KV pages by state.", states)
+        if self._usage is not None:
+            yield from self._usage_gauges(self._usage, gauge)
         yield gauge(
             "pagetrie:pinned_pages", "Active pages that contexts and pins keep from eviction.", now.pinned_pages
         )
@@ -244,6 +312,35 @@ class Metrics(EngineObserver):
             family.add_metric(values, count)
             yield family
 
+    def _usage_gauges(self, usage: CacheUsage, gauge: Callable[[str, str, float], Metric]) -> Iterable[Metric]:
+        holding, tree = usage.holding, usage.tree
+        yield gauge("pagetrie:held_pages", "Distinct pages in the page tables of running sequences.", holding.pages)
+        yield gauge(
+            "pagetrie:page_references",
+            "Entries of the page tables of running sequences: what they would hold if they shared nothing.",
+            holding.references,
+        )
+        yield gauge("pagetrie:unused_slots", "Token slots without a token in held pages.", usage.unused)
+        yield gauge(
+            "pagetrie:unused_slots_if_reserved",
+            "Token slots that a contiguous reservation for each running sequence would leave unused.",
+            usage.unused_if_reserved,
+        )
+        yield gauge("pagetrie:tree_namespaces", "Namespaces with stored prefixes.", tree.namespaces)
+        yield gauge("pagetrie:tree_nodes", "Edges of the prefix tree.", tree.nodes)
+        yield gauge("pagetrie:tree_leaves", "Edges of the prefix tree that nothing follows.", tree.leaves)
+        yield gauge("pagetrie:tree_tokens", "Tokens in the prefix tree.", tree.tokens)
+
+    def old_names(self) -> Iterable[Metric]:
+        """Histograms once more, under the names that older dashboards ask for."""
+        for family in self._renamed:
+            for metric in family.collect():
+                old = Metric(OLD_NAMES[metric.name], f"The older name of {metric.name}.", metric.type)
+                for sample in metric.samples:
+                    name = sample.name.replace(metric.name, old.name)
+                    old.add_sample(name, sample.labels, sample.value, sample.timestamp)
+                yield old
+
 
 class _SnapshotCollector(Collector):
     """Asks for the gauges when scraped."""
@@ -252,4 +349,5 @@ class _SnapshotCollector(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        return self._metrics.gauges()
+        yield from self._metrics.gauges()
+        yield from self._metrics.old_names()

@@ -97,6 +97,7 @@ class GenerationRequest(ApiRequest):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: Any = None
+    explain_cache: bool | None = None
 
     @property
     def include_usage(self) -> bool:
