@@ -24,6 +24,7 @@ from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
+from pagetrie.kv import CacheStats
 from pagetrie.settings import load_settings
 from pagetrie.terminal import between_steps, progress_bar
 from pagetrie.text.chat_template import ChatTemplate
@@ -185,6 +186,10 @@ class LLM:
             context.close()
             raise
         return context
+
+    def cache_stats(self) -> CacheStats:
+        """The pool's pages by state, and what has happened to them."""
+        return self._parts.engine.cache_stats()
 
     def chat(
         self,
