@@ -54,14 +54,21 @@ class Fairness:
     def after(self, plan: Schedule) -> None:
         """A step has been planned."""
         scheduler, shares = self._scheduler, plan.shares
-        assert plan.tokens == sum(shares.values()) <= self._budget, "over the token budget"
+        tokens = sum(count * sequence.rows for sequence, count in shares.items())
+        assert plan.tokens == tokens <= self._budget, "over the token budget"
         # With deadlines, the last to wait may have gone.
-        assert plan.tokens or not (scheduler.running or len(scheduler.waiting)), "a step without progress"
-        assert not plan.outgrown, "a sequence within the limits outgrew the pool"
+        assert plan.tokens or plan.outgrown or not (scheduler.running or len(scheduler.waiting)), (
+            "a step without progress"
+        )
+        # Beams may need more than the whole pool.
+        assert all(s.beams is not None for s in plan.outgrown), "a sequence within the limits outgrew the pool"
         for sequence in self._decoding:
-            assert sequence in shares or sequence in plan.preempted, "a decoding sequence was left out of a step"
-        if plan.tokens < self._budget:
-            assert all(sequence in shares for sequence in scheduler.running), "a prompt was left out of a step"
+            assert sequence in shares or sequence in (*plan.preempted, *plan.outgrown), (
+                "a decoding sequence was left out of a step"
+            )
+        for sequence in scheduler.running:
+            left_out = sequence not in shares and sequence not in plan.outgrown
+            assert not left_out or sequence.rows > self._budget - plan.tokens, "a prompt was left out of a step"
         waiting = [sequence for sequence in scheduler.waiting if sequence not in plan.preempted]
         for sequence in scheduler.waiting:
             assert sequence.awaits is None or sequence.awaits.done or self._is_computed(sequence), "waits for nobody"

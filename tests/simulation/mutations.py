@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pagetrie.engine.beam_search import BeamSearch, common_prefix
+from pagetrie.engine.beams import BeamGroup
 from pagetrie.engine.contexts import Context, Contexts
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import ChoiceDelta
@@ -420,3 +422,40 @@ def hold_without_a_pin(patch: Patch) -> None:
         return hold
 
     patch.setattr(HoldBook, "add", broken)
+
+
+# -- beams -----------------------------------------------------------------------------------------------------------
+
+
+@mutation
+def keep_the_pages_of_dropped_beams(patch: Patch) -> None:
+    """The lease of a beam that isn't continued stays open."""
+    take = BeamGroup.take
+
+    def broken(self: BeamGroup, lease: Any, results: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Lease, "close", lambda self, publish_tail=True: None)
+            return take(self, lease, results)
+
+    patch.setattr(BeamGroup, "take", broken)
+
+
+@mutation
+def continue_the_wrong_beams(patch: Patch) -> None:
+    """Leases are handed to the next beams in the order of the old ones, not by who continues whom."""
+    advance = BeamSearch.advance
+
+    def broken(self: BeamSearch, likeliest: Any) -> list[int]:
+        return sorted(advance(self, likeliest))
+
+    patch.setattr(BeamSearch, "advance", broken)
+
+
+@mutation
+def fold_beams_too_far(patch: Patch) -> None:
+    """A preempted group is taken to have a token more in common than it has."""
+
+    def broken(sequences: Any) -> int:
+        return common_prefix(list(sequences)) + 1
+
+    patch.setattr("pagetrie.engine.beams.common_prefix", broken)

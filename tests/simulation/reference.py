@@ -9,6 +9,7 @@ from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pagetrie.engine.beam_search import BeamSearch
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.runner import SampleSpec, TokenLogprob
 from pagetrie.sim.memory import extend_prefix
@@ -71,6 +72,37 @@ def run_alone(
     if stop is not None:
         alone.reason, alone.stop_reason = "stop", stop
     return alone
+
+
+def run_beams_alone(
+    choose: Choose, root: int, prompt: Sequence[int], params: SamplingParams, max_tokens: int
+) -> list[Alone]:
+    """The choices of a beam search: the search is the engine's own, but its beams are prefixes, with no page."""
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else _VOCABULARY.eos_ids)}
+    search = BeamSearch(
+        width=params.beam_width,
+        max_tokens=max_tokens,
+        end_ids=ends,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        top_logprobs=params.logprobs or 0,
+    )
+    prefixes = [prefix_of(root, prompt)]
+    while not search.done:
+        spec = SampleSpec(params, 0, prompt, search.live[0].tokens, candidates=search.candidates)
+        parents = search.advance([choose(prefix, spec).top for prefix in prefixes])
+        prefixes = [
+            extend_prefix(prefixes[parent], beam.tokens[-1]) for parent, beam in zip(parents, search.live, strict=True)
+        ]
+    return [
+        Alone(
+            tokens=beam.logprobs,
+            reason="length" if beam.end is None else "stop",
+            stop_reason=beam.end if beam.end in params.stop_token_ids else None,
+            final=_decode(params, beam.tokens, final=True),
+        )
+        for beam in search.best(params.n)
+    ]
 
 
 def _cut(params: SamplingParams, output: Sequence[int], *, final: bool) -> tuple[str, str | None]:

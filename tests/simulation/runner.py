@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
+from pagetrie.engine.beams import GroupLease
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
 from pagetrie.engine.sequence import Sequence
-from pagetrie.kv import KVCache, Lease
+from pagetrie.kv import CacheLease, KVCache, Lease
 from pagetrie.kv.pool import PRIVATE, PagePool
 from pagetrie.sim import PageMemory, SimRunner, StepCost, VirtualClock, extend_prefix
 from pagetrie.sim.runner import logprob_of
@@ -28,7 +30,7 @@ def choose(prefix: int, spec: SampleSpec) -> TokenLogprob:
     token = prefix % _SIZE
     while token in spec.banned_ids:
         token = (token + 1) % _SIZE
-    return logprob_of(prefix, token, spec.params.logprobs or 0, _SIZE)
+    return logprob_of(prefix, token, max(spec.params.logprobs or 0, spec.candidates), _SIZE)
 
 
 def root_of(salt: str) -> int:
@@ -36,12 +38,33 @@ def root_of(salt: str) -> int:
     return extend_prefix(0, sum(salt.encode())) if salt else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Whose a share of a step is: a sequence, or one of its beams with a lease and tokens of its own."""
+
+    sequence: Sequence
+    lease: CacheLease
+    ids: list[int]
+
+
+def rows_of(sequence: Sequence) -> list[Row]:
+    """The rows that a running sequence has in a step."""
+    lease, group = sequence.lease, sequence.beams
+    assert lease is not None, "a running sequence has no lease"
+    if group is None or not isinstance(lease, GroupLease):
+        return [Row(sequence, lease, sequence.ids)]
+    return [
+        Row(sequence, own, [*sequence.state.request.prompt_ids, *beam.tokens])
+        for beam, own in zip(group.search.live, lease.leases, strict=True)
+    ]
+
+
 class CheckedRunner(SimRunner):
     """Refuses writes to pages that anyone else holds and reads that aren't the sequence's own tokens.
 
     Attributes:
-        sequences: the engine's sequences of the step, in the order of the plan; set by the world before each step.
-        computed: sequences whose pages others may hit after the step, and how many of their tokens are in them.
+        rows: whose the shares of the step are, in the order of the plan; set by the world before each step.
+        computed: what others may hit after the step: the identities of all prefixes of a row's tokens.
         fault: what was found wrong, for the world to raise: the engine takes it for a failure of the model.
         failures: how many planned failures there were.
     """
@@ -62,8 +85,8 @@ class CheckedRunner(SimRunner):
         self._failure_rate = failure_rate
         self._slow_rate = slow_rate
         self._prefixes: dict[Sequence, list[int]] = {}
-        self.sequences: Many[Sequence] = ()
-        self.computed: list[tuple[Sequence, int]] = []
+        self.rows: Many[Row] = ()
+        self.computed: list[list[int]] = []
         self.fault: Exception | None = None
         self.failures = 0
 
@@ -83,37 +106,34 @@ class CheckedRunner(SimRunner):
             raise
 
     def root(self, number: int) -> int:
-        return root_of(self.sequences[number].state.request.namespace_salt)
+        return root_of(self.rows[number].sequence.state.request.namespace_salt)
 
     def on_read(self, number: int, prefix: int) -> None:
-        sequence = self.sequences[number]
-        lease = sequence.lease
-        assert lease is not None
-        end = lease.computed + len(self._shares[number].token_ids)
-        assert prefix == self.prefix(sequence, end), f"{end} positions hold other tokens than the sequence's"
-        forgotten = isinstance(lease, Lease) and lease._root.dead
-        if sequence.state.request.params.use_prefix_cache and not forgotten:
-            self.computed.append((sequence, end))
+        row = self.rows[number]
+        end = row.lease.computed + len(self._shares[number].token_ids)
+        prefixes = self.prefixes(row.sequence, row.ids, end)
+        assert prefix == prefixes[-1], f"{end} positions hold other tokens than the sequence's"
+        forgotten = isinstance(row.lease, Lease) and row.lease._root.dead
+        if row.sequence.state.request.params.use_prefix_cache and not forgotten:
+            self.computed.append(prefixes)
 
-    def prefix(self, sequence: Sequence, end: int) -> int:
-        """Identity of a sequence's first ``end`` tokens, at least 1."""
-        known = self._prefixes.setdefault(sequence, [])
-        while len(known) < end:
-            before = known[-1] if known else root_of(sequence.state.request.namespace_salt)
-            known.append(extend_prefix(before, sequence.ids[len(known)]))
-        return known[end - 1]
-
-    def forget(self, sequence: Sequence) -> None:
-        self._prefixes.pop(sequence, None)
+    def prefixes(self, sequence: Sequence, ids: Many[int], end: int) -> list[int]:
+        """Identities of the prefixes of a sequence's (or one of its beams') first ``end`` tokens."""
+        # What a beam holds changes from step to step.
+        known = self._prefixes.setdefault(sequence, []) if sequence.beams is None else []
+        prefix = known[-1] if known else root_of(sequence.state.request.namespace_salt)
+        for token in ids[len(known) : end]:
+            prefix = extend_prefix(prefix, token)
+            known.append(prefix)
+        return known[:end]
 
     def _check(self, plan: StepPlan) -> None:
         self._shares = plan.sequences
-        assert len(self.sequences) == len(plan.sequences)
         written: set[int] = set()
-        for sequence, share in zip(self.sequences, plan.sequences, strict=True):
+        for row, share in zip(self.rows, plan.sequences, strict=True):
             count, size = len(share.token_ids), self._page_size
             assert count >= 1, "an empty share"
-            assert list(share.token_ids) == sequence.ids[share.start : share.start + count], "tokens at a wrong place"
+            assert list(share.token_ids) == row.ids[share.start : share.start + count], "tokens at a wrong place"
             pages = share.pages[share.start // size : (share.start + count - 1) // size + 1]
             for page in pages:
                 assert page not in written, f"two sequences write page {page} in one step"

@@ -12,6 +12,7 @@ from tests.simulation.vocabulary import AwkwardVocabulary
 Phase = Literal["any", "waiting", "awaiting", "prefill", "decode", "preempted"]
 PHASES: tuple[Phase, ...] = ("any", "waiting", "awaiting", "prefill", "decode", "preempted")
 
+_NOT_TO_APPEND = ("n", "stop", "beam_width", "length_penalty", "early_stopping")
 _USES: tuple[Literal["plain", "fork", "append"], ...] = ("plain", "fork", "append")
 
 _ORDINARY = range(2, AwkwardVocabulary.vocab_size)
@@ -124,6 +125,7 @@ class _Asker:
         self._pace = rng.choice((0, 0, 0, 1, 3))
         self._cancels = rng.choice((0.0, 0.1, 0.3))
         self._branches = rng.choice((0.0, 0.2, 0.6))
+        self._beams = rng.choice((0.0, 0.0, 0.15, 0.4))
         self._turns = rng.choice((0.0, 0.3))
         self.contexts = self._contexts(rng.choice((0, 0, 1, 3))) if world.index != "contiguous" else ()
         self._answers = max(1, round(self._limit * rng.choice((0.2, 0.5, 0.9))))
@@ -152,7 +154,7 @@ class _Asker:
             params = self._params()
             use: Literal["plain", "fork", "append"] = "plain" if context is None else rng.choice(_USES)
             if use == "append":  # one choice whose text ends with its tokens
-                params = {name: value for name, value in params.items() if name not in ("n", "stop")}
+                params = {name: value for name, value in params.items() if name not in _NOT_TO_APPEND}
             made.append(
                 RequestSpec(
                     name=f"r{number}",
@@ -197,6 +199,18 @@ class _Asker:
         }
         if rng.random() < self._branches:
             params["n"] = rng.randrange(2, min(self._seats, 5) + 2)
+        if rng.random() < self._beams:
+            width = rng.randrange(1, min(self._seats, 4) + 2)
+            params |= {
+                "temperature": 0.0,
+                "beam_width": width,
+                "n": rng.randrange(1, width + 1),
+                "length_penalty": rng.choice((0.0, 1.0, 2.0)),
+                "early_stopping": rng.choice((True, False, "never")),
+            }
+            if rng.random() < 0.2:
+                params["logprobs"] = rng.randrange(0, 4)
+            return params
         if rng.random() < 0.3:
             params["stop"] = tuple(rng.sample(_STOPS, rng.randrange(1, 4)))
         if rng.random() < 0.15:

@@ -22,8 +22,8 @@ from pagetrie.kv.pool import FREE, PRIVATE
 from pagetrie.sim import VirtualClock
 from pagetrie.sim.runner import logprob_of
 from tests.simulation.fairness import Fairness
-from tests.simulation.reference import Alone, prefix_of, run_alone
-from tests.simulation.runner import CheckedRunner, choose, root_of
+from tests.simulation.reference import Alone, prefix_of, run_alone, run_beams_alone
+from tests.simulation.runner import CheckedRunner, choose, root_of, rows_of
 from tests.simulation.spec import RequestSpec, WorldSpec
 from tests.simulation.vocabulary import AwkwardVocabulary
 
@@ -114,6 +114,7 @@ class World:
         # By the world's names and by the engine's.
         self.contexts: dict[str, Context] = {}
         self._new_contexts = list(spec.contexts)
+        self._outgrown: set[str] = set()
         self._stored: set[int] = set()  # prefixes computed since the last reset
         self._watch_schedule()
 
@@ -155,7 +156,11 @@ class World:
         )
         room = min(self.spec.max_model_len, self.spec.num_pages * self.spec.page_size) - len(prompt)
         full = len(self.engine._scheduler.waiting) >= self.spec.max_queue
-        impossible = room < (params.max_tokens != 0) or params.n > self.spec.seats
+        impossible = room < (params.max_tokens != 0) or max(params.n, params.beam_width) > self.spec.seats
+        if params.beam_width:
+            whole = len(prompt) // self.cache.page_size
+            each = self.cache.pages_for(len(prompt) + 1) - whole
+            impossible = impossible or whole + params.beam_width * each > self.spec.num_pages
         try:
             self.engine.add(request)
         except (InvalidRequestError, QueueFullError) as refusal:
@@ -170,15 +175,18 @@ class World:
         seed = state.sequences[0].seed
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         count = params.n if limit else 1
+        root = root_of(spec.salt)
+        if params.beam_width and limit:
+            alone = run_beams_alone(choose, root, prompt, params, limit)
+        else:
+            seeds = [seed + index & MAX_SEED for index in range(count)]
+            alone = [run_alone(choose, root, prompt, params, seed, limit) for seed in seeds]
         self.clients[spec.name] = Client(
             spec=spec,
             request=request,
             state=state,
             deadline=math.inf if spec.timeout is None else self.clock.now + spec.timeout,
-            choices=[
-                Choice(run_alone(choose, root_of(spec.salt), prompt, params, seed + index & MAX_SEED, limit))
-                for index in range(count)
-            ],
+            choices=[Choice(one) for one in alone],
         )
 
     def _change_contexts(self) -> None:
@@ -237,8 +245,8 @@ class World:
         self._now += 1
         seen = [output.request_id for output in outputs]
         assert len(set(seen)) == len(seen), "two outputs for one request in one step"
-        for sequence, end in self.runner.computed:
-            self._remember(sequence, end)
+        for prefixes in self.runner.computed:
+            self._remember(prefixes)
         for output in outputs:
             self._take(output)
         self._check()
@@ -277,8 +285,16 @@ class World:
         self._take_cached(client, output.cached_tokens)
         indexes = [delta.index for delta in output.choices]
         assert len(set(indexes)) == len(indexes), "two deltas of one choice in one step"
+        # Beams that don't get to their end are handed out as far as they got.
+        unfinished = params.beam_width > 0 and (
+            output.request_id in self._outgrown or any(delta.finish_reason == "timeout" for delta in output.choices)
+        )
         for delta in output.choices:
-            self._take_delta(client.choices[delta.index], delta, params, cancelled)
+            choice = client.choices[delta.index]
+            if unfinished:
+                choice.tokens, choice.reason = len(delta.token_ids), delta.finish_reason
+            else:
+                self._take_delta(choice, delta, params, cancelled)
         if output.prompt_logprobs is not None:
             self._take_prompt_logprobs(client, output)
         assert output.completion_tokens == sum(choice.tokens for choice in client.choices)
@@ -365,7 +381,8 @@ class World:
             self.fairness.after(plan)
             for sequence in plan.admitted:
                 self._check_hit(sequence)
-            self.runner.sequences = list(plan.shares)
+            self.runner.rows = [row for sequence in plan.shares for row in rows_of(sequence)]
+            self._outgrown.update(sequence.state.request.request_id for sequence in plan.outgrown)
             return plan
 
         scheduler.schedule = watched  # type: ignore[method-assign]
@@ -381,7 +398,8 @@ class World:
             # Of a page that is hit in part the hit may be given up for room.
             assert lease.cached_tokens >= held - held % self.cache.page_size, "held pages were evicted"
         if lease.computed:
-            assert self.runner.prefix(sequence, lease.computed) in self._stored, "a hit on what was never computed"
+            prefixes = self.runner.prefixes(sequence, sequence.ids, lease.computed)
+            assert prefixes[-1] in self._stored, "a hit on what was never computed"
 
     def _check(self) -> None:
         engine, scheduler = self.engine, self.engine._scheduler
@@ -394,16 +412,17 @@ class World:
         assert len(in_flight) == len(scheduler.running) + len(scheduler.waiting), "a sequence was dropped"
         assert {*in_flight} == {*scheduler.running, *scheduler.waiting}
         assert all(sequence.lease is None for sequence in scheduler.waiting)
-        leases = [_lease(sequence) for sequence in scheduler.running]
+        leases = [row.lease for sequence in scheduler.running for row in rows_of(sequence)]
         assert not any(lease.closed for lease in leases)
         if isinstance(self.cache, CacheManager):
             self._check_holders(self.cache, leases)
 
-    def _remember(self, sequence: Sequence, end: int) -> None:
-        """The first ``end`` tokens are computed and may be hit by others."""
-        while end and (prefix := self.runner.prefix(sequence, end)) not in self._stored:
+    def _remember(self, prefixes: list[int]) -> None:
+        """All these prefixes are computed and may be hit by others."""
+        for prefix in reversed(prefixes):
+            if prefix in self._stored:
+                break
             self._stored.add(prefix)
-            end -= 1
 
     def _check_holders(self, cache: CacheManager, leases: Many[CacheLease]) -> None:
         """References and pins are exactly those of the leases; free pages are made unreadable."""
@@ -444,11 +463,6 @@ class World:
         if isinstance(self.cache, CacheManager):
             assert self.cache.pool._free and self.cache.pool.state.count(FREE) == self.spec.num_pages
             assert not self.cache._computing, "a page is said to be computed by nobody"
-
-
-def _lease(sequence: Sequence) -> CacheLease:
-    assert sequence.lease is not None, "a running sequence has no lease"
-    return sequence.lease
 
 
 def _cache(spec: WorldSpec) -> KVCache:

@@ -26,15 +26,18 @@ def draw(vocab_size: int) -> Draw:
         token = prefix % vocab_size
         while token in spec.banned_ids:
             token = (token + 1) % vocab_size
-        return logprob_of(prefix, token, spec.params.logprobs or 0, vocab_size)
+        return logprob_of(prefix, token, max(spec.params.logprobs or 0, spec.candidates), vocab_size)
 
     return choose
 
 
 def logprob_of(prefix: int, token: int, alternatives: int, vocab_size: int) -> TokenLogprob:
-    """A made-up log-probability (nats, below 0) of ``token`` after ``prefix``, with so many likelier alternatives."""
+    """A made-up log-probability (nats, below 0) of ``token`` after ``prefix``, with so many of the likeliest tokens."""
     logprob = -1.0 - (extend_prefix(prefix, token) & 1023) / 1024
-    top = tuple(((token + other) % vocab_size, -other / 64) for other in range(1, alternatives + 1))
+    top = tuple(
+        ((prefix + place) % vocab_size, -(1024 * place + (extend_prefix(prefix, place) & 1023)) / 4096)
+        for place in range(min(alternatives, vocab_size))
+    )
     return TokenLogprob(token, logprob, top)
 
 
