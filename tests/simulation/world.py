@@ -285,10 +285,9 @@ class World:
         self._take_cached(client, output.cached_tokens)
         indexes = [delta.index for delta in output.choices]
         assert len(set(indexes)) == len(indexes), "two deltas of one choice in one step"
-        # Beams that don't get to their end are handed out as far as they got.
-        unfinished = params.beam_width > 0 and (
-            output.request_id in self._outgrown or any(delta.finish_reason == "timeout" for delta in output.choices)
-        )
+        timed_out = isinstance(output.error, DeadlineExceededError)
+        # Beams that don't get to their end are handed out as far as they got, those that ended by themselves too.
+        unfinished = params.beam_width > 0 and (timed_out or output.request_id in self._outgrown)
         for delta in output.choices:
             choice = client.choices[delta.index]
             if unfinished:
@@ -300,6 +299,8 @@ class World:
         assert output.completion_tokens == sum(choice.tokens for choice in client.choices)
         done = all(choice.reason is not None for choice in client.choices)
         early = {choice.reason for choice in client.choices} & {"abort", "error", "timeout"}
+        if unfinished and timed_out:
+            early.add("timeout")
         # Choices that were not forked yet end with the first.
         assert output.finished == (done or bool(early))
         assert (output.error is not None) == bool(early & {"error", "timeout"})

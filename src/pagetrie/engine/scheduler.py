@@ -273,8 +273,8 @@ class Scheduler:
     def _clear_the_way(self, sequence: Sequence, needed: int, plan: Schedule) -> bool:
         """See that there are seats and pages for a sequence that needs so many, by takeover if it must be."""
         if is_guaranteed(sequence):
-            reserved = sum(self._cache.pages_for(other.max_len) for other in self.running if is_guaranteed(other))
-            if reserved and reserved + self._cache.pages_for(sequence.max_len) > self._cache.num_pages:
+            reserved = sum(self._most_pages(other) for other in self.running if is_guaranteed(other))
+            if reserved and reserved + self._most_pages(sequence) > self._cache.num_pages:
                 return False
         # Those that run will take what they lack for the tokens they know.
         promised = sum(self._missing_pages(other, other.lease) for other in self.running if other.lease)
@@ -314,6 +314,12 @@ class Scheduler:
         )
         lease.holder = state.request.request_id
         return lease
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence may come to hold."""
+        # In a cache that shares no pages, each beam takes as many as a sequence.
+        beams = sequence.seats * self._cache.pages_for(1) if sequence.beams else 0
+        return max(beams, self._cache.pages_for(sequence.max_len))
 
     def _missing_pages(self, sequence: Sequence, lease: CacheLease) -> int:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
