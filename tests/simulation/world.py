@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
-from pagetrie.engine.contexts import Context
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.params import SamplingParams
-from pagetrie.engine.request import ContextUse, Request
+from pagetrie.engine.request import Request
 from pagetrie.engine.scheduler import Schedule
 from pagetrie.engine.sequence import RequestState, Sequence
-from pagetrie.errors import DeadlineExceededError, HoldLimitError, InvalidRequestError, QueueFullError
-from pagetrie.kv import CacheLease, CacheManager, ContiguousCacheManager, KVCache, Lease
-from pagetrie.kv.pool import FREE, PRIVATE
+from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
+from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
+from pagetrie.kv.pool import FREE
 from pagetrie.sim import VirtualClock
 from pagetrie.sim.runner import logprob_of
+from tests.simulation.contexts import MAX_CONTEXTS, ContextKeeper
 from tests.simulation.fairness import Fairness
+from tests.simulation.holders import check_holders
 from tests.simulation.reference import Alone, prefix_of, run_alone, run_beams_alone
 from tests.simulation.runner import CheckedRunner, choose, root_of, rows_of
 from tests.simulation.spec import RequestSpec, WorldSpec
 from tests.simulation.vocabulary import AwkwardVocabulary
 
 MAX_SEED = 2**64 - 1
-CONTEXTS = 8
-OWNER = "owner"
 
 
 @dataclass(slots=True)
@@ -89,7 +86,7 @@ class World:
                 max_queue=spec.max_queue,
                 ageing_steps=spec.ageing_steps,
                 max_bypass=spec.max_bypass,
-                max_contexts=CONTEXTS,
+                max_contexts=MAX_CONTEXTS,
             ),
             clock=self.clock,
             rng=random.Random(spec.seed),
@@ -111,9 +108,7 @@ class World:
             ageing_steps=spec.ageing_steps,
             max_bypass=spec.max_bypass,
         )
-        # By the world's names and by the engine's.
-        self.contexts: dict[str, Context] = {}
-        self._new_contexts = list(spec.contexts)
+        self.contexts = ContextKeeper(self.engine.contexts, self.cache, spec.contexts)
         self._outgrown: set[str] = set()
         self._stored: set[int] = set()  # prefixes computed since the last reset
         self._watch_schedule()
@@ -129,7 +124,8 @@ class World:
             if self._rng.random() < self.spec.reset_rate:
                 self.engine.reset_prefix_cache()
                 self._stored.clear()
-            self._change_contexts()
+            for warm in self.contexts.change(self._now):
+                self._submit(warm)
             self._step()
             self._cancel()
         self._check_the_end()
@@ -140,11 +136,11 @@ class World:
         prompt = spec.prompt
         use = None
         if spec.context is not None:
-            use = self._context_use(spec)
+            use = self.contexts.use(spec)
             if use is None:
                 self._release_followers(spec.name)
                 return
-            prompt = (*self.contexts[use.id].ids, *prompt)
+            prompt = (*self.contexts.by_id[use.id].ids, *prompt)
         if spec.follows is not None:
             earlier = self.clients.get(spec.follows)
             if earlier is not None:
@@ -188,46 +184,6 @@ class World:
             deadline=math.inf if spec.timeout is None else self.clock.now + spec.timeout,
             choices=[Choice(one) for one in alone],
         )
-
-    def _change_contexts(self) -> None:
-        """Make and delete the contexts whose time has come; a new one is computed by a request without an answer."""
-        contexts = self.engine.contexts
-        for spec in [spec for spec in self._new_contexts if spec.arrival <= self._now]:
-            self._new_contexts.remove(spec)
-            try:
-                context = contexts.create(OWNER, list(spec.ids), salt=spec.salt, ttl=spec.ttl)
-            except (HoldLimitError, InvalidRequestError):
-                pages = self.cache.pages_for(len(spec.ids))
-                assert pages > self.cache.hold_limit or len(contexts) >= CONTEXTS, "a context was refused"
-                continue
-            self.contexts[context.id] = self.contexts[spec.name] = context
-            warm = RequestSpec(f"warm {spec.name}", 0, (), {"max_tokens": 0}, spec.salt, context=spec.name)
-            self._submit(warm)
-        for spec in self.spec.contexts:
-            living = self.contexts.get(spec.name)
-            if spec.end <= self._now and living is not None and not living.closed:
-                contexts.expire()
-                if not living.closed:
-                    contexts.delete(OWNER, living.id)
-
-    def _context_use(self, spec: RequestSpec) -> ContextUse | None:
-        """What a request does with its context; None if that has ended, is busy or can't be forked."""
-        contexts = self.engine.contexts
-        contexts.expire()
-        context = self.contexts.get(spec.context or "")
-        if context is None or context.closed:
-            return None
-        if spec.use == "fork":
-            if len(contexts) >= CONTEXTS:
-                return None
-            pinned = self.cache.stats().pinned_pages
-            (fork,) = contexts.fork(OWNER, context.id, 1)
-            assert self.cache.stats().pinned_pages == pinned, "a fork took pages"
-            assert fork.ids == context.ids
-            self.contexts[fork.id] = context = fork
-        if spec.use == "append" and context.growing:
-            return None
-        return ContextUse(context.id, OWNER, append=spec.use == "append", version=context.version)
 
     def _release_followers(self, name: str) -> None:
         for follower in self._followers.pop(name, ()):
@@ -309,22 +265,17 @@ class World:
             assert client.deadline <= self._step_began, "ended before its time"
         if output.finished:
             client.finished = True
-            self._take_appended(client, early=bool(early))
+            self._check_appended(client, early=bool(early))
             if params.prompt_logprobs is not None and not early:
                 assert client.prompt_logprobs
             self._release_followers(output.request_id)
 
-    def _take_appended(self, client: Client, *, early: bool) -> None:
-        """A context that a request appended to is its prompt and answer, or what it was before."""
-        use = client.request.context
-        if use is None or not use.append:
-            return
-        context = self.contexts[use.id]
-        if not context.closed:
+    def _check_appended(self, client: Client, *, early: bool) -> None:
+        if (use := client.request.context) is not None and use.append:
+            prompt = client.request.prompt_ids
             answer = [token.token_id for token in client.choices[0].alone.tokens]
-            whole = [*client.request.prompt_ids, *answer]
-            before = whole[: len(client.request.prompt_ids) - len(client.spec.prompt)]
-            assert context.ids == (before if early else whole) and not context.growing
+            before = prompt[: len(prompt) - len(client.spec.prompt)]
+            self.contexts.check(use, before if early else [*prompt, *answer])
 
     def _take_cached(self, client: Client, cached: int) -> None:
         params, prompt = client.request.params, client.request.prompt_ids
@@ -416,7 +367,9 @@ class World:
         leases = [row.lease for sequence in scheduler.running for row in rows_of(sequence)]
         assert not any(lease.closed for lease in leases)
         if isinstance(self.cache, CacheManager):
-            self._check_holders(self.cache, leases)
+            check_holders(self.cache, leases)
+            to_copy = {source for source, _ in self.cache._copies}
+            self.runner.memory.clear(page for page in self.cache.pool._free if page not in to_copy)
 
     def _remember(self, prefixes: list[int]) -> None:
         """All these prefixes are computed and may be hit by others."""
@@ -425,36 +378,9 @@ class World:
                 break
             self._stored.add(prefix)
 
-    def _check_holders(self, cache: CacheManager, leases: Many[CacheLease]) -> None:
-        """References and pins are exactly those of the leases; free pages are made unreadable."""
-        pool = cache.pool
-        references: Counter[int] = Counter()
-        pins: Counter[int] = Counter()
-        for lease in leases:
-            assert isinstance(lease, Lease)
-            references.update(lease.pages[lease._indexed :])
-            pins[id(lease._node)] += 1
-            if lease._partial is not None:
-                pins[id(lease._partial[1])] += 1
-        for hold in cache._holds._holds:
-            pins.update(map(id, hold._nodes))
-        held = [page for page, state in enumerate(pool.state) if state == PRIVATE]
-        assert len(held) == len(references), "a page is held by nobody, or nobody's page is held"
-        for page, holders in references.items():
-            assert pool.references[page] == holders, (
-                f"page {page}: {pool.references[page]} references, {holders} holders"
-            )
-        index = cache.index
-        for node in (*index._roots.values(), *index._dead_roots, *index.nodes()):
-            assert node.pins == pins[id(node)], f"{node.pins} pins for {pins[id(node)]} holders"
-        to_copy = {source for source, _ in cache._copies}
-        self.runner.memory.clear(p for p in pool._free if p not in to_copy)
-
     def _check_the_end(self) -> None:
         assert not self.engine._states and not self.engine._scheduler.running and not self.engine._scheduler.waiting
-        for context in self.engine.contexts.of(OWNER):
-            assert not context.users and not context.growing
-            self.engine.contexts.delete(OWNER, context.id)
+        self.contexts.delete_all()
         assert self.cache.stats().active_pages == self.cache.stats().pinned_pages == 0, "pages left behind"
         for client in self.clients.values():
             assert client.finished, f"{client.spec.name} never ended"
