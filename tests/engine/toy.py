@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import count
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.engine.output import RequestOutput
@@ -15,6 +18,7 @@ from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
 from pagetrie.kv import CacheManager, EvictionLog
 from pagetrie.kv.pool import FREE, PRIVATE
+from pagetrie.kv.transfers import Transfers
 
 POISON = -1
 EOS = 0
@@ -52,12 +56,31 @@ def toy_candidates(context: Sequence[int], count: int) -> tuple[tuple[int, float
     return tuple((token, value) for value, token in values[:count])
 
 
+class ToyMemory:
+    """What the pages hold: token ids. As bytes for tiers (``PageBytes``)."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pages = [[POISON] * page_size for _ in range(num_pages)]
+        self.bytes_per_page = 4 * page_size
+
+    def read_page(self, page: int) -> NDArray[np.uint8]:
+        return np.array(self.pages[page], np.int32).view(np.uint8)
+
+    def write_page(self, page: int, data: NDArray[np.uint8]) -> None:
+        self.pages[page] = data.view(np.int32).tolist()
+
+
 class ToyRunner:
     """Keeps page contents as token ids and computes from nothing else, so any wrong page changes the text."""
 
-    def __init__(self, cache: CacheManager, next_token: Callable[[Sequence[int], SampleSpec], int] = toy_next) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        next_token: Callable[[Sequence[int], SampleSpec], int] = toy_next,
+        memory: ToyMemory | None = None,
+    ) -> None:
         self.cache = cache
-        self.memory = [[POISON] * cache.page_size for _ in range(cache.num_pages)]
+        self.memory = (memory or ToyMemory(cache.num_pages, cache.page_size)).pages
         self.next_token = next_token
         self.computed_tokens = 0
         self.steps: list[StepPlan] = []
@@ -145,17 +168,20 @@ class World:
         clock: Callable[[], float] | None = None,
         hold_limit: int | None = None,
         max_contexts: int = 256,
+        make_transfers: Callable[[ToyMemory], Transfers] | None = None,
     ) -> None:
         ticks, context_numbers = count(), count(1)
         clock = clock or (lambda: float(next(ticks)))
+        memory = ToyMemory(num_pages, page_size)
         self.cache = CacheManager(
             num_pages=num_pages,
             page_size=page_size,
             index=index,  # type: ignore[arg-type]
             hold_limit=hold_limit,
             evictions=EvictionLog(clock),
+            transfers=make_transfers(memory) if make_transfers else None,
         )
-        self.runner = ToyRunner(self.cache, next_token)
+        self.runner = ToyRunner(self.cache, next_token, memory)
         self.engine = Engine(
             runner=self.runner,
             cache=self.cache,

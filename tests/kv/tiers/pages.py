@@ -52,13 +52,16 @@ class Clock:
 
 
 class ManualWorker:
-    """A background thread that runs when told."""
+    """A background thread that runs when told, or (``eager``) at once."""
 
     def __init__(self, name: str = "") -> None:
         self.jobs: list[Callable[[], None]] = []
+        self.eager = False
 
     def submit(self, job: Callable[[], None]) -> None:
         self.jobs.append(job)
+        if self.eager:
+            self.run()
 
     def close(self, seconds: float) -> None:
         self.run()

@@ -1,0 +1,443 @@
+"""Pages that leave the pool and come back: the text is that of a cold run whatever the tiers do."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.pool import FREE
+from pagetrie.kv.tiers.disk import DiskTier
+from pagetrie.kv.tiers.folder import CacheFolder
+from pagetrie.kv.tiers.interface import Bytes
+from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.transfers import Transfers
+from tests.engine.tiers import FAULTS, TieredWorld, ToldTier
+from tests.engine.toy import ToyMemory, World, expected
+
+PROMPT = list(range(10, 51))  # 41 tokens: ten pages, and one token that is always computed
+
+
+def stored(tier: ToldTier, **options: object) -> TieredWorld:
+    """A world in which the prompt's pages are in the tier and not in the pool."""
+    world = TieredWorld(tier, **options)
+    world.add("first", PROMPT, max_tokens=3)
+    world.finish()
+    world.forget_pool()
+    assert len(tier.pages) >= 10
+    world.runner.computed_tokens = 0
+    return world
+
+
+def right(world: World, name: str, prompt: list[int] = PROMPT, max_tokens: int = 3) -> None:
+    assert world.seen[name].tokens[0] == expected(prompt, max_tokens)
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_pages_come_back(index: str) -> None:
+    tier = ToldTier()
+    world = stored(tier, index=index)
+    world.add("again", PROMPT, max_tokens=3)
+    assert world.step() == []
+    assert world.cache.stats().loading_pages == 10
+    assert (world.engine.pause() or 0) > 0
+    world.work()
+    assert world.engine.pause() == 0
+    world.finish()
+    right(world, "again")
+    last = world.seen["again"].last
+    assert last is not None and last.cached_tokens == 40 and last.cached_by_tier == {"disk": 40}
+    assert world.transfers.stats.loaded_pages == 10
+    world.add("third", PROMPT, max_tokens=3)
+    world.finish()
+    last = world.seen["third"].last
+    assert last is not None and last.cached_tokens == 40 and last.cached_by_tier == {}
+    assert len(tier.reads) == 1
+
+
+def test_memory_takes_what_the_pool_evicts() -> None:
+    """More prefixes than the pool holds: the second round computes next to nothing."""
+    world = TieredWorld(num_pages=24, ram_pages=200)
+    prompts = {f"p{n}": [n, *PROMPT] for n in range(1, 6)}
+    for name, prompt in prompts.items():
+        world.add(name, prompt, max_tokens=3)
+    world.finish()
+    world.runner.computed_tokens = 0
+    for name, prompt in prompts.items():
+        world.add(f"{name}-again", prompt, max_tokens=3)
+    world.finish()
+    for name, prompt in prompts.items():
+        right(world, name, prompt)
+        right(world, f"{name}-again", prompt)
+    assert world.runner.computed_tokens < 5 * 20
+    assert world.ram is not None and world.ram.stats.hit_pages >= 20
+
+
+def test_a_partly_filled_last_page_comes_back_too() -> None:
+    world = TieredWorld(ram_pages=50)
+    world.add("first", PROMPT[:30], max_tokens=1)
+    world.finish()
+    world.forget_pool()
+    world.add("again", PROMPT[:32], max_tokens=3)
+    world.finish()
+    right(world, "again", PROMPT[:32])
+    last = world.seen["again"].last
+    assert last is not None and last.cached_tokens == 30
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tier_that_says_yes_and_fails(fault: str, index: str) -> None:
+    """D1: exactly what didn't come is computed; whoever waits for the same pages gets on as well."""
+    tier = ToldTier()
+    world = stored(tier, index=index)
+    tier.fault = fault
+    for name in ("again", "other"):
+        world.add(name, PROMPT, max_tokens=3)
+    world.finish()
+    for name in ("again", "other"):
+        right(world, name)
+    came = {"short": 5, "stops": 1, "too many": 10}.get(fault, 0)
+    assert world.transfers.stats.loaded_pages == came
+    assert world.transfers.stats.failed_loads == (fault != "too many")
+    assert len(tier.reads) == 1, "what has failed isn't asked for again at once"
+    last = world.seen["again"].last
+    assert last is not None and last.cached_by_tier == ({"disk": 4 * came} if came else {})
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "nothing"])
+def test_damage_on_a_real_disk(tmp_path: Path, damage: str) -> None:
+    """D1 and D2 with the disk tier: a miss and the right text, and the damaged page is dropped."""
+    tier = DiskTier(CacheFolder(tmp_path), 10**6)
+    world = TieredWorld(tier)
+    world.add("first", PROMPT, max_tokens=3)
+    world.finish()
+    world.forget_pool()
+    (segment,) = tmp_path.glob("segment-*")
+    raw = bytearray(segment.read_bytes())
+    if damage == "flip":
+        raw[len(raw) // 2] ^= 4
+        with segment.open("r+b") as file:
+            file.write(raw)
+    elif damage == "truncate":
+        with segment.open("r+b") as file:
+            file.truncate(len(raw) // 2)
+    elif damage == "delete":
+        segment.unlink()
+    world.add("again", PROMPT, max_tokens=3)
+    world.finish()
+    right(world, "again")
+    broken = damage in ("flip", "truncate")
+    assert tier.stats.failed_pages == world.transfers.stats.failed_loads == broken
+    assert (0 < world.transfers.stats.loaded_pages < 10) if broken else world.transfers.stats.loaded_pages == 10
+    tier.close()
+
+
+@pytest.mark.parametrize("outcome", ["arrives", "fails", "never"])
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_a_request_that_leaves_while_its_pages_are_on_their_way(moment: str, outcome: str) -> None:
+    """B2: no page is freed while it may still be written, and every page is freed exactly once."""
+    tier = ToldTier()
+    world = stored(tier)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    tier.fault = "short" if outcome == "fails" else ""
+    if moment == "during":
+        tier.on_read = lambda: world.abort("again") if len(tier.reads) == 2 else None
+    if moment == "before":
+        world.abort("again")
+    if outcome != "never":
+        world.work()
+    if moment == "after":
+        world.abort("again")
+    world.clock.now += 100
+    assert world.engine.pause() in (0.0, None)
+    world.engine.settle()
+    world.check()
+    stats = world.cache.stats()
+    assert stats.loading_pages == stats.active_pages == 0
+    # What still comes writes to no page that is free or somebody else's.
+    world.add("other", list(range(100, 140)), max_tokens=3)
+    world.work()
+    world.finish()
+    right(world, "other", list(range(100, 140)))
+
+
+def test_a_page_that_is_being_written_is_not_freed() -> None:
+    """The deadline passes in the middle of a write: its page stays held until the write has ended."""
+    tier = ToldTier()
+    world = stored(tier)
+    write = world.memory.write_page
+    during: list[int] = []
+
+    def slow_write(page: int, data: Bytes) -> None:
+        if not during:
+            world.clock.now += 100
+            world.engine.settle()
+            world.cache.check()
+            during.append(world.cache.stats().loading_pages)
+            assert world.cache.pool.state[page] != FREE
+        write(page, data)
+
+    world.memory.write_page = slow_write  # type: ignore[method-assign]
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    world.work()
+    assert during == [10] and world.transfers.stats.late_loads == 1
+    world.finish()
+    assert world.cache.stats().loading_pages == 0
+    right(world, "again")
+
+
+def test_a_late_tier_is_not_waited_for() -> None:
+    """D7: past the deadline the prompt is computed into other pages; what comes late touches none of them."""
+    tier = ToldTier()
+    world = stored(tier)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    pause = world.engine.pause()
+    assert pause is not None and 0 < pause <= 41 / 500  # no longer than computing it takes
+    world.clock.now += pause
+    while world.engine.has_work:  # the tier's thread hangs all the while
+        world.step()
+    right(world, "again")
+    assert world.transfers.stats.late_loads == 1 and world.cache.stats().loading_pages == 0
+    before = [page.copy() for page in world.runner.memory]
+    world.work()
+    assert world.runner.memory == before
+    world.finish()
+
+
+def test_a_slow_tier_is_left_alone_and_tried_again_later() -> None:
+    """D7: what was measured decides; a measured speed is not believed for ever."""
+    tier = ToldTier()
+    world = stored(tier)
+
+    def slow() -> None:
+        world.clock.now += 0.02
+
+    tier.on_read = slow
+    for turn, reads in ((1, 1), (2, 1), (3, 2)):
+        world.forget_pool()
+        world.add(f"turn {turn}", PROMPT, max_tokens=3)
+        world.finish()
+        right(world, f"turn {turn}")
+        assert len(tier.reads) == reads
+        world.clock.now += 5 if turn == 1 else 60
+    assert world.transfers.stats.declined_loads >= 1
+
+
+def test_ten_requests_on_one_loading_prefix_make_one_load() -> None:
+    """D8: one load for all, and those who don't need it go on meanwhile."""
+    tier = ToldTier()
+    world = stored(tier, seats=16)
+    world.add("neighbour", [7, 7, 7], max_tokens=30, ignore_eos=True)
+    world.step()
+    for number in range(10):
+        world.add(f"user {number}", [*PROMPT, number], max_tokens=3)
+    for _ in range(3):
+        before = len(world.seen["neighbour"].tokens.get(0, []))
+        world.step()
+        assert len(world.seen["neighbour"].tokens[0]) == before + 1
+    world.finish()
+    assert len(tier.reads) == 1 and len(tier.reads[0]) == 10
+    assert world.runner.computed_tokens < 10 * 12 + 40
+    for number in range(10):
+        right(world, f"user {number}", [*PROMPT, number])
+
+
+def test_a_load_takes_no_pages_that_others_will_need() -> None:
+    """A short pool with a sequence at work: it is neither starved nor ended early by a load that never comes."""
+    tier = ToldTier()
+    world = stored(tier, num_pages=16)
+    long = list(range(60, 84))
+    world.add("busy", long, max_tokens=16, ignore_eos=True)
+    world.step()
+    world.add("again", PROMPT, max_tokens=3)
+    for _ in range(60):
+        world.step()
+        world.clock.now += 0.01
+    world.finish()
+    right(world, "again")
+    assert world.seen["busy"].tokens[0] == expected(long, 16, eos=False)
+    assert world.seen["busy"].reasons[0] == "length"
+
+
+def test_reset_forgets_tiers_and_what_is_on_its_way() -> None:
+    """A11: nothing stored before a reset is hit after it, also if it arrives later."""
+    tier = ToldTier()
+    world = stored(tier, ram_pages=50)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    world.engine.reset_prefix_cache()
+    world.check()
+    world.finish()
+    right(world, "again")
+    last = world.seen["again"].last
+    assert last is not None and last.cached_tokens == 0
+    assert world.cache.stats().loading_pages == 0
+
+
+def test_tenants_and_secrets_have_their_own_pages() -> None:
+    """D10, H1: another salt never hits, the same one does."""
+    tier = ToldTier()
+    world = TieredWorld(tier)
+    hits = []
+    for turn, salt in enumerate(("a", "b", "a", "")):
+        world.add(f"turn {turn}", PROMPT, salt=salt, max_tokens=2)
+        world.finish()
+        world.forget_pool()
+        last = world.seen[f"turn {turn}"].last
+        assert last is not None
+        hits.append(last.cached_tokens)
+    assert hits == [0, 0, 40, 0]
+
+
+def test_a_shared_store_is_asked_in_the_background() -> None:
+    tier = ToldTier("store", remote=True)
+    world = stored(tier)
+    other = TieredWorld(tier)  # another replica on the same store
+    other.add("again", PROMPT, max_tokens=3)
+    assert other.step() == [] and other.cache.stats().loading_pages == 0
+    other.finish()
+    right(other, "again")
+    last = other.seen["again"].last
+    assert last is not None and last.cached_by_tier == {"store": 40}
+    asked = tier.asked
+    other.add("unknown", list(range(100, 140)), max_tokens=3)
+    other.finish()
+    right(other, "unknown", list(range(100, 140)))
+    assert tier.asked == asked + 1
+    assert world.transfers.stats.loads == 0
+
+
+def test_a_silent_store_is_not_waited_for() -> None:
+    tier = ToldTier("store", remote=True)
+    world = TieredWorld(tier)
+    world.add("first", PROMPT, max_tokens=3)
+    world.step()
+    pause = world.engine.pause()
+    assert pause is not None and 0 < pause <= 0.25
+    world.clock.now += pause
+    while world.engine.has_work:
+        world.step()
+    right(world, "first")
+    world.work()
+    world.finish()
+
+
+def test_at_the_end_all_is_written() -> None:
+    tier = ToldTier()
+    world = TieredWorld(tier)
+    world.add("first", PROMPT[:31], max_tokens=1)
+    world.finish()
+    assert len(tier.pages) == 7
+    for worker in world.workers.values():
+        worker.eager = True
+    world.engine.close()
+    assert len(tier.pages) == 8  # the partly filled page, too
+    world.engine.close()
+
+
+class UnsureTier(ToldTier):
+    """Fails at random, in every way it knows."""
+
+    def __init__(self, rng: random.Random, name: str, *, remote: bool = False) -> None:
+        super().__init__(name, remote=remote)
+        self._rng = rng
+
+    def get(self, refs):  # type: ignore[no-untyped-def]
+        self.fault = self._rng.choice(["", "", "", *FAULTS])
+        return super().get(refs)
+
+    def put(self, pages):  # type: ignore[no-untyped-def]
+        kept = [page for page in pages if self._rng.random() < 0.9]
+        for key in list(self.pages):
+            if self._rng.random() < 0.02:
+                del self.pages[key]
+        super().put(kept)
+        return len(kept)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_histories(seed: int) -> None:
+    """Short pools, failing tiers, threads that come late or never, aborts and resets: the text is the cold one."""
+    rng = random.Random(seed)
+    tiers = [UnsureTier(rng, "disk")]
+    if seed % 3 == 0:
+        tiers.append(UnsureTier(rng, "store", remote=True))
+    world = TieredWorld(
+        *tiers,
+        num_pages=rng.choice([14, 20, 40]),
+        ram_pages=rng.choice([0, 5, 30]),
+        index=rng.choice(["radix", "hash"]),
+        seats=rng.choice([2, 5]),
+    )
+    stems = [[rng.randrange(1, 150) for _ in range(rng.randrange(5, 30))] for _ in range(4)]
+    prompts: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    for number in range(60):
+        if rng.random() < 0.5:
+            name = f"r{number}"
+            prompts[name] = rng.choice(stems)[: rng.randrange(4, 30)] + [rng.randrange(1, 150)] * rng.randrange(1, 4)
+            world.add(name, prompts[name], max_tokens=rng.randrange(1, 6))
+        for worker in world.workers.values():
+            while worker.jobs and rng.random() < 0.5:
+                worker.jobs.pop(rng.randrange(len(worker.jobs)) if rng.random() < 0.2 else 0)()
+        if rng.random() < 0.05 and prompts:
+            aborted.add(rng.choice(list(prompts)))
+            for name in aborted:
+                world.abort(name)
+        if rng.random() < 0.02:
+            world.engine.reset_prefix_cache()
+            world.check()
+        world.clock.now += rng.choice([0.0, 0.001, 0.01, 0.3])
+        world.step()
+    for _ in range(500):
+        if not world.engine.has_work:
+            break
+        world.clock.now += 0.05  # threads that never run again
+        world.step()
+    assert not world.engine.has_work
+    for name, prompt in prompts.items():
+        seen = world.seen[name]
+        if name not in aborted:
+            tokens = seen.tokens[0]
+            assert tokens == expected(prompt, 6)[: len(tokens)]
+            assert seen.reasons[0] in ("length", "stop")
+    world.work()
+    world.engine.settle()
+    world.check()
+    assert world.cache.stats().loading_pages == 0 and world.idle_pages() == 0
+
+
+def test_real_threads_wake_a_loop_that_waits(tmp_path: Path) -> None:
+    """The engine sleeps while everything waits for pages, and the thread that brings them wakes it."""
+    world: World
+
+    def open_world() -> World:
+        def make(memory: ToyMemory) -> Transfers:
+            tier = DiskTier(CacheFolder(tmp_path), 10**6)
+            return Transfers(TierStack([tier], memory), ChainKeys(tier.folder.secret))
+
+        return World(make_transfers=make)
+
+    world = open_world()
+    world.add("first", PROMPT, max_tokens=3)
+    world.run()
+    world.engine.close()
+    world = open_world()
+    woken = threading.Event()
+    world.engine.set_waker(woken.set)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    assert woken.wait(60)
+    assert world.engine.pause() == 0
+    world.run()
+    right(world, "again")
+    last = world.seen["again"].last
+    assert last is not None and last.cached_by_tier == {"disk": 40}
+    world.engine.close()
