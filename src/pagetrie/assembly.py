@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blake3 import blake3
+
 from pagetrie.bundled import bundled_model_path
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from pagetrie.kv.transfers import Transfers
 
 log = logging.getLogger(__name__)
+
+_STORE_KEY_CONTEXT = "pagetrie 2026 secret of a shared store of pages"
 
 DEFAULT_KV_MEMORY = "1GiB"
 
@@ -176,7 +180,7 @@ def context_limit(settings: Settings, model_context: int, num_pages: int) -> int
 
 def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default_disk_cache: Path | None) -> KVCache:
     shares = settings.kv_layout == "paged" and settings.prefix_index != "none"
-    asked = [flag(name) for name in ("ram_cache", "disk_cache") if getattr(settings, name) is not None]
+    asked = [flag(name) for name in ("ram_cache", "disk_cache", "store") if getattr(settings, name) is not None]
     if settings.no_disk_cache and settings.disk_cache is not None:
         raise ConfigError(f"give either {flag('disk_cache')} or {flag('no_disk_cache')}, not both")
     if asked and not shares:
@@ -199,7 +203,7 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
 
 
 def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) -> tuple[Transfers | None, bytes]:
-    if default_disk is None and settings.ram_cache is None and settings.disk_cache is None:
+    if default_disk is None and settings.ram_cache is None and settings.disk_cache is None and settings.store is None:
         return None, secrets.token_bytes(SECRET_BYTES)
     from pagetrie.kv.tiers.opening import TierOptions, open_tiers  # only who has tiers waits for their imports
 
@@ -207,6 +211,8 @@ def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) 
         ram_bytes=settings.ram_cache or 0,
         disk=settings.disk_cache.expanduser() if settings.disk_cache is not None else None,
         disk_bytes=settings.disk_cap,
+        store=settings.store,
+        secret=_store_secret(settings),
     )
     if default_disk is not None:
         try:
@@ -214,6 +220,22 @@ def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) 
         except ConfigError as error:
             log.warning("pages are not kept on disk: %s", error)
     return open_tiers(options, storage)
+
+
+def _store_secret(settings: Settings) -> bytes | None:
+    """The key that servers on one store have in common.
+
+    Raises:
+        ConfigError: a store without a secret.
+    """
+    if settings.store is None:
+        return None
+    if settings.store_secret is None:
+        raise ConfigError(
+            f"{flag('store')} needs {flag('store_secret')} (or PAGETRIE_STORE_SECRET), the same for all servers on the "
+            "store: it keys the names of pages and signs them. Make one with: openssl rand -hex 32"
+        )
+    return blake3(settings.store_secret.get_secret_value().encode(), derive_key_context=_STORE_KEY_CONTEXT).digest()
 
 
 def _public_name(model: Path | None) -> str:

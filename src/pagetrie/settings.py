@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -111,6 +111,20 @@ class Settings(BaseSettings):
     )
     disk_cap: Size = _option("4GiB", "Most bytes that the disk cache may take.", CACHE, gt=0)
     no_disk_cache: bool = _option(False, "Keep no pages on disk.", CACHE)
+    store: str | None = _option(
+        None,
+        "Pages shared with other servers: redis://HOST (Valkey too), file:///FOLDER, s3://BUCKET/PREFIX, mooncake://HOST.",
+        CACHE,
+        shown="none",
+        min_length=1,
+    )
+    store_secret: SecretStr | None = _option(
+        None,
+        "What all servers on a store have in common; better given as PAGETRIE_STORE_SECRET.",
+        CACHE,
+        shown="none",
+        min_length=16,
+    )
     attention: Literal["auto", "native", "torch"] = _option(
         "auto", "What computes attention: native kernels, torch, or the kernels where they fit the model.", CACHE
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Server
+from tests.kv.tiers.servers import Valkey
 
 RULES = (
     "You are the night clerk of a small hotel by the sea. Guests write to you at any hour. You answer in one short "
@@ -73,6 +74,7 @@ def test_chats_go_on_after_a_restart(start_server: Callable[..., Server], tmp_pa
     assert first["disk"] == 0  # in the pool by now
 
 
+@pytest.mark.slow
 def test_a_killed_server_begins_again(start_server: Callable[..., Server], tmp_path: Path) -> None:
     """I3, D2: SIGKILL in the middle of work; what had reached the disk is used, and the text is right."""
     options = (*OPTIONS, "--disk-cache", str(tmp_path / "pages"))
@@ -100,6 +102,7 @@ def test_a_killed_server_begins_again(start_server: Callable[..., Server], tmp_p
     assert shares(answer)[0] >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "truncate", "chmod", "other secret"])
 def test_damaged_files(start_server: Callable[..., Server], tmp_path: Path, damage: str) -> None:
     """D1, D2, H2: a miss or the right text, never a start that fails and never wrong words."""
@@ -132,8 +135,49 @@ def test_damaged_files(start_server: Callable[..., Server], tmp_path: Path, dama
     assert text(chat.ask(server)) == before
 
 
+@pytest.mark.slow
 def test_one_folder_serves_one_server(start_server: Callable[..., Server], tmp_path: Path) -> None:
     options = (*OPTIONS, "--disk-cache", str(tmp_path / "pages"))
     start_server(*options)
     with pytest.raises(AssertionError, match="in use by another process"):
         start_server(*options)
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    server = Valkey(tmp_path)
+    yield server
+    server.kill()
+
+
+def test_another_replica_finds_the_prefix(start_server: Callable[..., Server], valkey: Valkey) -> None:
+    """Two processes, one store: what the first computed, the second serves; the store dies, and answers go on."""
+    options = (*OPTIONS, "--store", valkey.url, "--store-secret", "shared by these two servers")
+    one, two = start_server(*options), start_server(*options)
+    chat = Chat(QUESTIONS[0])
+    there = text(chat.ask(one))
+    pages = one.metrics()['pagetrie:tier_stored_pages_total{tier="store"}']
+    one.wait_until(lambda m: m['pagetrie:tier_stored_pages_total{tier="store"}'] >= max(pages, 30))
+    answer = chat.ask(two)
+    share, tiers = shares(answer)
+    assert text(answer) == there
+    assert share >= 0.9 and tiers["store"] >= 0.9 * answer["usage"]["prompt_tokens"]
+    other = Chat(QUESTIONS[1])
+    with two.openai.chat.completions.create(
+        model=two.model,
+        messages=other.messages,  # type: ignore[arg-type]
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+    ) as stream:
+        chunks = iter(stream)
+        pieces = [next(chunks)]
+        valkey.kill()
+        pieces += chunks
+    streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert streamed == text(other.ask(one, cache_prompt=False))
+    for server in (one, two):
+        fresh = Chat(QUESTIONS[2])
+        fresh.messages[0]["content"] = "Another house, other rules. " + RULES
+        assert text(fresh.ask(server)) == text(fresh.ask(server, cache_prompt=False))
+        assert sum("the store" in line and "fails" in line for line in server.log) <= 1

@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
@@ -82,6 +83,8 @@ def _plain_type(field: FieldInfo) -> Any:
         (annotation,) = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
+    if annotation is SecretStr:
+        return str
     if annotation is bool or annotation in _METAVARS or get_origin(annotation) is Literal:
         return annotation
     raise TypeError(f"no command-line form for {annotation!r}")

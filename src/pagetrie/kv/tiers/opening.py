@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import PageBytes, Tier
 from pagetrie.kv.tiers.ram import RamTier
 from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tiers.store import StoreTier, open_backend
 from pagetrie.kv.transfers import Transfers
 
 
@@ -26,12 +28,14 @@ class TierOptions:
         ram_bytes: capacity of the memory tier; 0 for none.
         disk: folder of the disk tier; None for none.
         disk_bytes: its capacity.
+        store: URL of the shared store; None for none. Needs the secret.
         secret: keys the pages' names (32 bytes); None for the disk folder's own, or a random one.
     """
 
     ram_bytes: int = 0
     disk: Path | None = None
     disk_bytes: int = 0
+    store: str | None = None
     secret: bytes | None = None
 
 
@@ -56,8 +60,28 @@ def open_tiers(
         folder = CacheFolder(options.disk, secret)
         secret = folder.secret
         tiers.append(DiskTier(folder, options.disk_bytes, clock))
+    if options.store is not None:
+        if options.secret is None:
+            raise ConfigError("a shared store needs a secret that all servers on it have in common")
+        tiers.append(_open_store(options.store, options.secret, memory, clock))
     if secret is None:
         secret = secrets.token_bytes(SECRET_BYTES)
     if not tiers:
         return None, secret
     return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret)), secret
+
+
+def _open_store(url: str, secret: bytes, memory: PageBytes, clock: Callable[[], float]) -> StoreTier:
+    try:
+        backend = open_backend(url)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"can't open the store {_without_password(url)}: {error}") from error
+    return StoreTier(
+        backend, secret=secret, bytes_per_page=memory.bytes_per_page, title=_without_password(url), clock=clock
+    )
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)

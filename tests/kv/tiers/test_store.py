@@ -1,0 +1,165 @@
+"""Shared stores: a real Valkey, a folder through obstore, and one that fails as it is told."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pagetrie.errors import ConfigError
+from pagetrie.kv.tiers.opening import TierOptions, open_tiers
+from pagetrie.kv.tiers.store import FIRST_PAUSE, LONGEST_PAUSE, Backend, StoreTier, open_backend
+from tests.engine.toy import ToyMemory
+from tests.kv.tiers.pages import PAGE_BYTES, SECRET, Clock, chain, content, read
+from tests.kv.tiers.servers import Valkey
+
+
+def tier_on(backend: Backend, *, secret: bytes = SECRET, clock: Clock | None = None) -> StoreTier:
+    return StoreTier(backend, secret=secret, bytes_per_page=PAGE_BYTES, title="test", clock=clock or Clock())
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    server = Valkey(tmp_path_factory.mktemp("valkey"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["valkey", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/new/store"
+    server: Valkey = request.getfixturevalue("valkey")
+    server.client.flushall()
+    return server.url
+
+
+class BrokenBackend:
+    """Keeps values in a dictionary; fails while ``error`` is set."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.calls = 0
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._call()
+        return [name in self.values for name in names]
+
+    def get(self, names: Sequence[str], limit: int) -> list[bytes | memoryview | None]:
+        self._call()
+        return [self.values.get(name) for name in names]
+
+    def put(self, items: Sequence[tuple[str, bytes]]) -> None:
+        self._call()
+        self.values.update(items)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_one_stores_another_finds(url: str) -> None:
+    refs = chain(30)
+    one, two = tier_on(open_backend(url)), tier_on(open_backend(url))
+    assert two.contains([ref.key for ref in refs]) == 0 and read(two, refs) == []
+    assert one.put([(ref, content(ref)) for ref in refs[:20]]) == 20
+    assert one.holds(refs[0].key) and not two.holds(refs[0].key)
+    assert two.contains([ref.key for ref in refs]) == 20 and two.holds(refs[19].key)
+    assert read(two, refs) == refs[:20]
+    assert two.stats.hit_pages == 20 and two.stats.failed_pages == 2
+    assert two.put([(ref, content(ref)) for ref in refs]) == 30
+    assert two.stats.stored_pages == 10, "what is there already isn't sent again"
+    assert read(one, refs) == refs
+    one.close()
+    two.close()
+
+
+def test_servers_with_other_secrets_share_nothing(url: str) -> None:
+    """D10, H1: a page under another secret doesn't verify, even if its name is known."""
+    refs = chain(3)
+    one, two = tier_on(open_backend(url)), tier_on(open_backend(url), secret=bytes(32))
+    one.put([(ref, content(ref)) for ref in refs])
+    assert read(two, refs) == [] and read(one, refs) == refs
+
+
+def test_planted_values_are_misses(valkey: Valkey) -> None:
+    """H4 and D6: pickles, other pages' bytes, short, long and empty values: a miss, and nothing is run."""
+    refs = chain(2)
+    tier = tier_on(open_backend(valkey.url))
+    tier.put([(ref, content(ref)) for ref in refs])
+    names = ["pagetrie:page:1:" + ref.key.hex() for ref in refs]
+    good = [valkey.client.get(name) for name in names]
+    assert isinstance(good[0], bytes)
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, ("raise SystemExit",)
+
+    flipped = good[0][:-1] + bytes([good[0][-1] ^ 1])
+    for value in (pickle.dumps(Bomb()), good[1], good[0][:-1], good[0] + b"x", good[0] * 500, b"", flipped):
+        valkey.client.set(names[0], value)  # type: ignore[arg-type]
+        assert read(tier, refs) == []
+    valkey.client.set(names[0], good[0])
+    assert read(tier, refs) == refs
+
+
+def test_a_store_that_dies_and_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line per outage; afterwards all is as before."""
+    server, clock = Valkey(tmp_path), Clock()
+    tier, refs = tier_on(open_backend(server.url), clock=clock), chain(4)
+    try:
+        assert tier.put([(ref, content(ref)) for ref in refs]) == 4
+        reading = tier.get(refs)
+        next(reading)
+        server.kill()
+        for _ in range(5):
+            assert read(tier, refs) == [] and tier.contains([refs[0].key]) == 0
+            assert tier.put([(ref, content(ref)) for ref in refs]) == 0
+            clock.now += 0.5
+        assert len(caplog.records) == 1 and not tier.stats.healthy
+        server.start()
+        clock.now += LONGEST_PAUSE
+        assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
+        assert len(caplog.records) == 2 and tier.stats.healthy
+    finally:
+        server.kill()
+
+
+def test_a_failing_store_is_asked_less_and_less() -> None:
+    backend, clock = BrokenBackend(), Clock()
+    tier = tier_on(backend, clock=clock)
+    backend.error = OSError("planted")
+    asked = []
+    for _ in range(400):
+        tier.contains([b"k" * 32])
+        asked.append(backend.calls)
+        clock.now += 1.0
+    assert asked[0] == 1 and asked[int(FIRST_PAUSE)] == 2
+    assert asked[-1] <= 7 + 400 / LONGEST_PAUSE
+    backend.error = None
+    clock.now += LONGEST_PAUSE
+    (ref,) = chain(1)
+    assert tier.put([(ref, content(ref))]) == 1 and read(tier, [ref]) == [ref]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("ftp://x", "no kind of store"), ("redis://h:notaport", "can't open the store redis://h:notaport")],
+)
+def test_stores_that_cannot_be(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_tiers(TierOptions(store=url, secret=SECRET), ToyMemory(4, 4))
+
+
+def test_a_store_needs_a_secret_and_hides_its_password() -> None:
+    with pytest.raises(ConfigError, match="needs a secret"):
+        open_tiers(TierOptions(store="redis://localhost"), ToyMemory(4, 4))
+    with pytest.raises(ConfigError, match=r"^can't open the store redis://h:x: "):
+        open_tiers(TierOptions(store="redis://user:hunter2@h:x", secret=SECRET), ToyMemory(4, 4))
