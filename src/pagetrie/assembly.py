@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blake3 import blake3
-
 from pagetrie.bundled import bundled_model_path
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     from pagetrie.kv.transfers import Transfers
 
 log = logging.getLogger(__name__)
-
-_STORE_KEY_CONTEXT = "pagetrie 2026 secret of a shared store of pages"
 
 DEFAULT_KV_MEMORY = "1GiB"
 
@@ -228,6 +224,8 @@ def _store_secret(settings: Settings) -> bytes | None:
     Raises:
         ConfigError: a store without a secret.
     """
+    from pagetrie.kv.tiers.opening import derive_secret
+
     if settings.store is None:
         return None
     if settings.store_secret is None:
@@ -235,7 +233,7 @@ def _store_secret(settings: Settings) -> bytes | None:
             f"{flag('store')} needs {flag('store_secret')} (or PAGETRIE_STORE_SECRET), the same for all servers on the "
             "store: it keys the names of pages and signs them. Make one with: openssl rand -hex 32"
         )
-    return blake3(settings.store_secret.get_secret_value().encode(), derive_key_context=_STORE_KEY_CONTEXT).digest()
+    return derive_secret(settings.store_secret.get_secret_value())
 
 
 def _public_name(model: Path | None) -> str:

@@ -67,6 +67,9 @@ class ToldTier:
     def touch(self, key: bytes) -> None:
         pass
 
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        pass
+
     def clear(self) -> None:
         self.pages.clear()
 

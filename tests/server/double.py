@@ -11,6 +11,7 @@ from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import EngineError, InvalidRequestError, QueueFullError
+from pagetrie.kv import TransferReport
 
 BOS, EOS = 256, 257
 VOCABULARY = 258
@@ -145,6 +146,7 @@ class EngineDouble:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     stops: list[float] = field(default_factory=list)
     numbers: Snapshot = Snapshot()
+    tiers: TransferReport | None = None
 
     def start(self) -> None:
         self.alive = True
@@ -163,6 +165,9 @@ class EngineDouble:
 
     async def ask(self, question: Callable[[Any], Any]) -> Any:
         raise EngineError("the double has no engine to ask")
+
+    def transfer_report(self) -> TransferReport | None:
+        return self.tiers
 
     async def reset_prefix_cache(self) -> ResetReport:
         return ResetReport(freed_pages=7, busy_pages=2)

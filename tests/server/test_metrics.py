@@ -11,8 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagetrie.engine.cache_records import MISS_REASONS
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import AdmissionReport, FinishReport, StepReport, TokenReport
+from pagetrie.kv.interface import TransferReport, TransferStats
+from pagetrie.kv.tiers.interface import TierStats
 from pagetrie.server.metrics import TIERS, Metrics, steps_of_1_2_5
 from tests.engine.toy import World
+from tests.server.double import Snapshot
 from tests.server.test_contexts import RULES, serving
 
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -233,3 +236,19 @@ def test_usage_of_sequences_that_share_a_trunk():
     assert usage.unused == len(pages) * 4 - (holding.tokens - 2 * 8)
     assert usage.unused_if_reserved == 3 * 40 - holding.tokens
     world.run()
+
+
+def test_tiers_are_shown_where_there_are_some():
+    metrics = Metrics("tiny", 8192)
+    metrics.bind(lambda: Snapshot())
+    assert b"pagetrie:tier_" not in metrics.expose()
+    disk = TierStats(capacity_bytes=1000, hit_pages=3, failed_pages=1, queued_bytes=50, healthy=False)
+    report = TransferReport({"disk": disk, "store": TierStats()}, TransferStats(loads=2))
+    metrics.bind(lambda: Snapshot(), lambda: report)
+    exposed = Exposed(metrics)
+    assert exposed("pagetrie:tier_hit_pages_total", tier="disk") == 3
+    assert exposed("pagetrie:tier_failed_pages_total", tier="disk") == 1
+    assert exposed("pagetrie:tier_queued_bytes", tier="disk") == 50
+    assert exposed("pagetrie:tier_capacity_bytes", tier="disk") == 1000
+    assert [exposed("pagetrie:tier_healthy", tier=tier) for tier in ("disk", "store")] == [0, 1]
+    assert exposed("pagetrie:tier_loads_total") == 2

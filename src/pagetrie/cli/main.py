@@ -1,4 +1,4 @@
-"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``version``.
+"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``version``.
 
 Everything heavy is imported inside the commands, so that ``--help`` is quick.
 """
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pagetrie import __version__
+from pagetrie.cli import cache
 from pagetrie.cli.options import with_settings
 from pagetrie.errors import ConfigError, ModelLoadError
 from pagetrie.settings import CACHE, ENGINE, MODEL, SERVER, Settings, load_settings
@@ -24,6 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache.app, name="cache")
 
 
 @app.command(

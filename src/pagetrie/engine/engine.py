@@ -43,7 +43,7 @@ from pagetrie.errors import (
     PagetrieError,
     QueueFullError,
 )
-from pagetrie.kv import CacheStats, KVCache, ResetReport, encode_namespace
+from pagetrie.kv import CacheStats, KVCache, ResetReport, TransferReport, encode_namespace
 
 log = logging.getLogger(__name__)
 
@@ -312,6 +312,10 @@ class Engine:
         if (expiry := self.contexts.seconds_to_expiry()) is not None:
             waits.append(expiry)
         return max(0.0, min(waits)) if waits else None
+
+    def transfer_report(self) -> TransferReport | None:
+        """The tiers below the pool in numbers; None if there are none. May be called from any thread."""
+        return None if self._transfers is None else self._transfers.report()
 
     def close(self) -> None:
         """Write what the pool holds to the tiers below it, for a bounded time. Nothing is stored after that."""

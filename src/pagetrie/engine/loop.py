@@ -19,7 +19,7 @@ from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.request import Request
 from pagetrie.errors import EngineError, InvalidRequestError, PagetrieError, QueueFullError
-from pagetrie.kv import ResetReport
+from pagetrie.kv import ResetReport, TransferReport
 
 __all__ = ["EngineLoop", "EngineSnapshot", "RequestStream", "ResetReport"]
 
@@ -114,6 +114,10 @@ class EngineLoop:
     def snapshot(self) -> EngineSnapshot:
         """The state after the latest step or command."""
         return self._snapshot
+
+    def transfer_report(self) -> TransferReport | None:
+        """The tiers below the pool in numbers; None if there are none."""
+        return self._engine.transfer_report()
 
     async def submit(self, request: Request) -> RequestStream:
         """Queue a request and return its outputs.

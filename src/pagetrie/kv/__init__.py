@@ -4,7 +4,16 @@ from pagetrie.kv.contiguous import ContiguousCacheManager
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.holds import Hold
-from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, KVCache, PageTransfers, PendingPage, ResetReport
+from pagetrie.kv.interface import (
+    CacheHold,
+    CacheLease,
+    CacheStats,
+    KVCache,
+    PageTransfers,
+    PendingPage,
+    ResetReport,
+    TransferReport,
+)
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.namespace import encode_namespace
 
@@ -23,5 +32,6 @@ __all__ = [
     "PageTransfers",
     "PendingPage",
     "ResetReport",
+    "TransferReport",
     "encode_namespace",
 ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.tiers.interface import TierStats
 
 
 class PendingPage:
@@ -133,6 +134,34 @@ class CacheHold(Protocol):
     def release(self) -> None: ...
 
 
+@dataclass(slots=True)
+class TransferStats:
+    """Counts since start.
+
+    Attributes:
+        copied_bytes: copied out of the pool on the step's thread.
+        loads, loaded_pages: loads begun; pages that came back.
+        declined_loads: not begun, because computing was estimated to be faster.
+        late_loads: given up at their deadline.
+        failed_loads: ended early because a tier didn't deliver what it seemed to have.
+    """
+
+    copied_bytes: int = 0
+    loads: int = 0
+    loaded_pages: int = 0
+    declined_loads: int = 0
+    late_loads: int = 0
+    failed_loads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """The tiers by name, fastest first, and what moved between them and the pool."""
+
+    tiers: Mapping[str, TierStats]
+    transfers: TransferStats
+
+
 class PageTransfers(Protocol):
     """What moves pages between the pool and the tiers below it, as far as the engine has to know."""
 
@@ -163,6 +192,10 @@ class PageTransfers(Protocol):
 
     def claim(self, pages: Sequence[int]) -> dict[str, int]:
         """Of these pages, how many came from which tier and are used for the first time since."""
+        ...
+
+    def report(self) -> TransferReport:
+        """Everything in numbers. May be called from any thread."""
         ...
 
     def close(self) -> None:

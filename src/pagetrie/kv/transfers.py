@@ -18,10 +18,10 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagetrie.kv.interface import PendingPage
+from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PRIVATE
@@ -46,26 +46,6 @@ _SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
 _LOOKUP_WAIT = 0.25
 _NO_RETRY = 2.0  # seconds in which what failed, or was just loaded and is gone again, isn't asked for again
 _REMEMBERED = 8192
-
-
-@dataclass(slots=True)
-class TransferStats:
-    """Counts since start.
-
-    Attributes:
-        copied_bytes: copied out of the pool on the step's thread.
-        loads, loaded_pages: loads begun; pages that came back.
-        declined_loads: not begun, because computing was estimated to be faster.
-        late_loads: given up at their deadline.
-        failed_loads: ended early because a tier didn't deliver what it seemed to have.
-    """
-
-    copied_bytes: int = 0
-    loads: int = 0
-    loaded_pages: int = 0
-    declined_loads: int = 0
-    late_loads: int = 0
-    failed_loads: int = 0
 
 
 class _Flight:
@@ -179,6 +159,7 @@ class Transfers:
             if len(self._roots) >= _REMEMBERED:
                 self._roots.clear()
             key = self._roots[namespace] = self._keys.root(namespace + self._epoch)
+            self.stack.name_namespace(key, namespace + self._epoch)
         return key
 
     def _refs(self, namespace: bytes, parent: bytes, tokens: bytes) -> Iterator[PageRef]:
@@ -500,6 +481,14 @@ class Transfers:
     def loading_pages(self) -> int:
         """Pages held by loads."""
         return sum(len(f.load.pages) - f.published for f in (*self._flights, *self._cancelled))
+
+    def report(self) -> TransferReport:
+        """See ``PageTransfers.report``."""
+        queues = {queue.tier.name: queue for queue in self.stack.queues}
+        tiers = {tier.name: replace(tier.stats) for tier in self.stack.tiers}
+        for name, queue in queues.items():
+            tiers[name].dropped_pages, tiers[name].queued_bytes = queue.dropped_pages, queue.waiting_bytes
+        return TransferReport(tiers, replace(self.stats))
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A step computed this many prompt tokens in that time."""

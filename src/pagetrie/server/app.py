@@ -83,7 +83,7 @@ def create_app(
         names=TokenNames(tokenizer),
         context_ttl=context_ttl,
     )
-    metrics.bind(loop.snapshot)
+    metrics.bind(loop.snapshot, loop.transfer_report)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from pagetrie.engine.engine import Engine as CoreEngine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.request import Request
+from pagetrie.kv import TransferReport
 
 T = TypeVar("T")
 
@@ -86,5 +87,9 @@ class Engine(Protocol):
         ...
 
     def snapshot(self) -> Snapshot: ...
+
+    def transfer_report(self) -> TransferReport | None:
+        """The tiers below the pool; None if there are none."""
+        ...
 
     def is_alive(self) -> bool: ...

@@ -16,7 +16,9 @@ from prometheus_client.registry import Collector
 from pagetrie.engine.cache_records import MISS_REASONS
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.usage import CacheUsage
+from pagetrie.kv import TransferReport
 from pagetrie.server.engine_api import Snapshot
+from pagetrie.server.tier_metrics import tier_metrics
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -78,6 +80,7 @@ class Metrics(EngineObserver):
         self._usage: CacheUsage | None = None
         self._cache_config = dict(cache_config or {})
         self._snapshot: Callable[[], Snapshot] | None = None
+        self._transfers: Callable[[], TransferReport | None] = lambda: None
         self._open: dict[str, _OpenRequest] = {}
         self._renamed: list[Histogram] = []
         sizes = steps_of_1_2_5(max_model_len)
@@ -170,9 +173,12 @@ class Metrics(EngineObserver):
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
         self.registry.register(_SnapshotCollector(self))
 
-    def bind(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Say where to read the gauges from when scraped."""
+    def bind(
+        self, snapshot: Callable[[], Snapshot], transfers: Callable[[], TransferReport | None] = lambda: None
+    ) -> None:
+        """Say where to read the gauges from when scraped, and the numbers of the tiers."""
         self._snapshot = snapshot
+        self._transfers = transfers
 
     def expose(self, usage: CacheUsage | None = None) -> bytes:
         """Everything in Prometheus' text format.
@@ -311,6 +317,9 @@ class Metrics(EngineObserver):
             family = CounterMetricFamily(name, text, labels=names)
             family.add_metric(values, count)
             yield family
+        report = self._transfers()
+        if report is not None:
+            yield from tier_metrics(report, self._labels)
 
     def _usage_gauges(self, usage: CacheUsage, gauge: Callable[[str, str, float], Metric]) -> Iterable[Metric]:
         holding, tree = usage.holding, usage.tree

@@ -11,12 +11,15 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
+from pagetrie.kv.tiers.namespaces import MAX_BYTES, read_namespaces, write_namespaces
 from pagetrie.kv.tiers.record import Checksum, Head, matches, pack_head, parse_head
 from pagetrie.kv.tiers.segment import HEADER_BYTES, TRAILER_BYTES, Segment, SegmentError
 
@@ -35,6 +38,11 @@ CLOSE_SECONDS = 2.0
 
 _AHEAD = 8
 _NAME = re.compile(r"segment-(\d{12})\.pages")
+
+
+def segment_paths(folder: Path) -> list[Path]:
+    """The segment files of a folder, oldest first."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 class _Entry:
@@ -78,7 +86,7 @@ class DiskTier:
         # A segment, with its index, is kept free for pages that are written anew while their old file is still there.
         self._segment_bytes = max(1, capacity // SEGMENTS, min(4 << 20, capacity // 8))
         self._reserve = self._segment_bytes + self._segment_bytes // 8
-        self._limit = capacity - self._reserve
+        self._limit = capacity - self._reserve - min(MAX_BYTES, capacity // 64)
         self._capacity = capacity
         self._index: dict[bytes, _Entry] = {}
         self._lock = Lock()  # the index; held for moments
@@ -89,12 +97,13 @@ class DiskTier:
         self._writable = folder.writable
         self._retry_at = 0.0
         self._stats = TierStats(capacity_bytes=capacity)
+        self._namespaces = read_namespaces(folder.path, ChainKeys(folder.secret))
         self._load()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        names = sorted(path for path in self.folder.path.iterdir() if _NAME.fullmatch(path.name))
+        names = segment_paths(self.folder.path)
         for path in names:
             self._next_number = int(path.name[8:20]) + 1
             try:
@@ -285,6 +294,17 @@ class DiskTier:
         else:
             self._writable = False
             log.warning("the disk cache stores nothing more: %s", error)
+
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        with self._writing:
+            size = sum(map(len, self._namespaces.values())) + len(namespace) + 4 * (len(self._namespaces) + 1)
+            if key in self._namespaces or not self._writable or size > min(MAX_BYTES, self._capacity // 64):
+                return
+            self._namespaces[key] = namespace
+            try:
+                write_namespaces(self.folder.path, list(self._namespaces.values()))
+            except OSError as error:
+                self._give_way(error)
 
     def clear(self) -> None:
         with self._writing:

@@ -32,18 +32,22 @@ class CacheFolder:
     Args:
         path: the folder.
         secret: use this one in place of the folder's own.
+        look_only: change nothing, and take no lock.
 
     Raises:
         FolderInUseError: another process holds it.
         ConfigError: it can't be made or read.
     """
 
-    def __init__(self, path: Path, secret: bytes | None = None) -> None:
+    def __init__(self, path: Path, secret: bytes | None = None, *, look_only: bool = False) -> None:
         self.path = path
         self._lock: int | None = None
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.writable = self._take_lock()
+            if look_only:
+                path.stat()
+            else:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.writable = not look_only and self._take_lock()
             if self.writable:
                 for leftover in path.glob("*.part"):
                     leftover.unlink(missing_ok=True)

@@ -56,6 +56,7 @@ class TierStats:
         stored_pages, stored_bytes: pages taken in.
         evicted_pages: pages given up to stay within the capacity.
         refused_pages: pages not taken: no room, full disk, read-only.
+        dropped_pages: pages that didn't get into the queue to it; queued_bytes: what waits there now.
         get_seconds, put_seconds: time spent on the above.
         healthy: it takes and gives; False while it is read-only, full or unreachable.
     """
@@ -70,6 +71,8 @@ class TierStats:
     stored_bytes: int = 0
     evicted_pages: int = 0
     refused_pages: int = 0
+    dropped_pages: int = 0
+    queued_bytes: int = 0
     get_seconds: float = 0.0
     put_seconds: float = 0.0
     healthy: bool = True
@@ -138,6 +141,10 @@ class Tier(Protocol):
 
     def touch(self, key: bytes) -> None:
         """The page and all before it were used, though not read from here."""
+        ...
+
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        """What a namespace's key stands for, for tiers that note it."""
         ...
 
     def clear(self) -> None:

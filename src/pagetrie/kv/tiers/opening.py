@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from pagetrie.errors import ConfigError
 from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
 from pagetrie.kv.tiers.disk import DiskTier
@@ -18,6 +20,8 @@ from pagetrie.kv.tiers.ram import RamTier
 from pagetrie.kv.tiers.stack import TierStack
 from pagetrie.kv.tiers.store import StoreTier, open_backend
 from pagetrie.kv.transfers import Transfers
+
+_CONTEXT = "pagetrie 2026 secret of a shared store of pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,11 @@ class TierOptions:
     disk_bytes: int = 0
     store: str | None = None
     secret: bytes | None = None
+
+
+def derive_secret(text: str) -> bytes:
+    """The 32 bytes that key the pages of servers which are given the same text."""
+    return blake3(text.encode(), derive_key_context=_CONTEXT).digest()
 
 
 def open_tiers(

@@ -135,6 +135,9 @@ class RamTier:
     def touch(self, key: bytes) -> None:
         """Nothing: what is used in the pool isn't needed here, and comes back when it is evicted there."""
 
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        """Nothing: pages here are never named anew."""
+
     def clear(self) -> None:
         with self._lock:
             for slot in self._slots.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pagetrie.kv.tiers.interface import Bytes, PageBytes, PageRef, Tier
 from pagetrie.kv.tiers.load import Load
@@ -72,6 +73,11 @@ class TierStack:
                 tier.put(((ref, data),))
                 copied += data.nbytes
         return copied + self.write(ref, page)
+
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        """Pages of this namespace will come."""
+        for queue in self._queues:
+            queue.worker.submit(partial(queue.tier.name_namespace, key, namespace))
 
     def write_in_time(self, ref: PageRef, page: int, deadline: float) -> bool:
         """``write``, but waits for room in the queues; False if time ran out."""

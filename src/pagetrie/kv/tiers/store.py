@@ -155,6 +155,9 @@ class StoreTier:
     def touch(self, key: bytes) -> None:
         """Nothing: the store decides by its own reads what it gives up."""
 
+    def name_namespace(self, key: bytes, namespace: bytes) -> None:
+        """Nothing: pages here are never named anew."""
+
     def clear(self) -> None:
         """Forget what is known of the store; what it holds belongs to others, too."""
         with self._lock:
