@@ -150,6 +150,7 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.kill()
 
 
+@pytest.mark.slow
 def test_another_replica_finds_the_prefix(start_server: Callable[..., Server], valkey: Valkey) -> None:
     """Two processes, one store: what the first computed, the second serves; the store dies, and answers go on."""
     options = (*OPTIONS, "--store", valkey.url, "--store-secret", "shared by these two servers")
