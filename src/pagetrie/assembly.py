@@ -16,6 +16,7 @@ from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager, EvictionLog, KVCache
+from pagetrie.kv.eviction import make_policy
 from pagetrie.kv.keys import SECRET_BYTES
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.loading import load_checkpoint
@@ -195,6 +196,7 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
         hold_limit=int(settings.max_pinned * storage.num_pages),
         transfers=transfers,
         evictions=EvictionLog(time.monotonic),
+        policy=make_policy(settings.eviction, storage.num_pages, settings.page_size, time.monotonic),
     )
 
 

@@ -100,6 +100,9 @@ class Settings(BaseSettings):
     prefix_index: Literal["radix", "hash", "none"] = _option(
         "radix", "How stored prefixes are found: radix tree, chained hash, or no sharing at all.", CACHE
     )
+    eviction: Literal["lru", "fifo", "lfu", "slru", "s3-fifo", "gdsf", "ttl", "adaptive"] = _option(
+        "lru", "Which cached pages go first when room is needed; adaptive learns which will be asked for again.", CACHE
+    )
     ram_cache: Size | None = _option(
         None, "Memory for pages that the pool had to give up, such as 4GiB.", CACHE, shown="none", gt=0
     )

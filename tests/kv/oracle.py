@@ -155,8 +155,18 @@ class Harness:
         return stored
 
     def _evict(self, count: int) -> None:
-        """Take the least recently used of the pages that no one holds and nothing continues, one by one."""
+        """Take the least recently used of the pages that no one holds and nothing continues, one by one.
+
+        Of other policies it is only checked that what they took could go.
+        """
         pinned = self.pinned()
+        if self.manager.index.policy.name != "lru":
+            gone = {s for s in self.stored.values() if s.page not in self.indexed() and not self.is_dead(s.tree)}
+            assert len(gone) == count and not gone & pinned
+            self.stored = {key: stored for key, stored in self.stored.items() if stored not in gone}
+            assert not any(stored.parent in gone for stored in self.stored.values())
+            self.evicted += count
+            return
         for _ in range(count):
             inner = {stored.parent for stored in self.stored.values()}
             leaves = [s for s in self.stored.values() if s not in pinned and s not in inner]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pagetrie.kv import CacheManager
+from pagetrie.kv.eviction import POLICIES, make_policy
 from tests.kv.driver import RandomDriver
 from tests.kv.oracle import Harness
 
@@ -12,8 +15,11 @@ INDEXES = ("radix", "hash")
 POOLS = {1: 30, 2: 20, 3: 14, 16: 8}
 
 
-def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int) -> Harness:
-    manager = CacheManager(num_pages=num_pages, page_size=page_size, index=index, hold_limit=num_pages // 2)
+def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int, policy: str = "lru") -> Harness:
+    eviction = make_policy(policy, num_pages, page_size, clock=itertools.count().__next__)
+    manager = CacheManager(
+        num_pages=num_pages, page_size=page_size, index=index, hold_limit=num_pages // 2, policy=eviction
+    )
     harness = Harness(manager)
     driver = RandomDriver(harness, seed)
     done = driver.run(operations)
@@ -33,6 +39,12 @@ def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int
 @pytest.mark.parametrize("index", INDEXES)
 def test_every_answer_and_every_page_equals_the_models(index: str, page_size: int) -> None:
     drive(index, page_size, POOLS[page_size], seed=page_size, operations=4000)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"lru"}))
+@pytest.mark.parametrize("index", INDEXES)
+def test_no_policy_takes_what_must_stay(index: str, policy: str) -> None:
+    drive(index, 2, POOLS[2], seed=5, operations=1000, policy=policy)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 5, 60])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagetrie.kv import CacheManager
+from pagetrie.kv.eviction import POLICIES, make_policy
 from tests.kv.oracle import Harness, Held
 
 tokens = st.lists(st.sampled_from([65, 321]), min_size=1, max_size=9)
@@ -21,10 +24,12 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 3]),
         num_pages=st.integers(2, 9),
         hold_limit=st.integers(0, 9),
+        policy=st.sampled_from(["lru", "lru", "lru", *POLICIES]),
     )
-    def start(self, index: str, page_size: int, num_pages: int, hold_limit: int) -> None:
+    def start(self, index: str, page_size: int, num_pages: int, hold_limit: int, policy: str) -> None:
+        eviction = make_policy(policy, num_pages, page_size, clock=itertools.count().__next__)
         self.harness = Harness(
-            CacheManager(num_pages=num_pages, page_size=page_size, index=index, hold_limit=hold_limit)
+            CacheManager(num_pages=num_pages, page_size=page_size, index=index, hold_limit=hold_limit, policy=eviction)
         )
 
     def lease(self, which: int) -> Held:

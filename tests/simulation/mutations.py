@@ -18,6 +18,7 @@ from pagetrie.engine.sequence import Sequence as Choice
 from pagetrie.engine.text_stream import TextStream
 from pagetrie.engine.victims import value
 from pagetrie.engine.waiting import WaitingQueue
+from pagetrie.kv.eviction.policy import RankPolicy
 from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.page_tree import Node, PageTree
@@ -139,13 +140,14 @@ def start_a_token_late_after_a_hit(patch: Patch) -> None:
 
 @mutation
 def evict_a_pinned_page(patch: Patch) -> None:
-    """Eviction asks whether a leaf is recent, not whether it is held."""
+    """A leaf that a lease takes hold of stays among those that may go."""
+    remove = RankPolicy.remove
 
-    def is_current(entry: tuple[int, int, Node]) -> bool:
-        tick, _, node = entry
-        return bool(node.pages) and not node.children and node.last_used == tick
+    def broken(self: RankPolicy, node: Node) -> None:
+        if not node.pins:
+            remove(self, node)
 
-    patch.setattr(PageTree, "_is_current", staticmethod(is_current))
+    patch.setattr(RankPolicy, "remove", broken)
 
 
 @mutation

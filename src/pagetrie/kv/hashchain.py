@@ -6,6 +6,7 @@ the other. The hash only proposes: an entry counts as a hit if its parent and it
 
 from __future__ import annotations
 
+from pagetrie.kv.eviction.policy import EvictionPolicy
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Match, Node, PageTree
 from pagetrie.kv.pool import PagePool
@@ -18,11 +19,12 @@ class HashIndex(PageTree):
     Args:
         pool: owner of the pages.
         page_size: tokens per page.
+        policy: decides what is evicted first.
         keys: how pages are hashed.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, keys: ChainKeys) -> None:
-        super().__init__(pool, page_size)
+    def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy, keys: ChainKeys) -> None:
+        super().__init__(pool, page_size, policy)
         self._keys = keys
         self._entries: dict[bytes, Node] = {}
         self.refused_hits = 0

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pagetrie.kv.diagnosis import Diagnosis, diagnose, lost_names
+from pagetrie.kv.eviction import EvictionPolicy, Use, make_policy
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
@@ -40,6 +41,7 @@ class CacheManager:
         hold_limit: most pages that holds may pin; None for all.
         transfers: what moves pages to and from tiers below the pool, if there are any.
         evictions: remembers what was given up, for ``diagnose``; None to remember nothing.
+        policy: decides what is evicted first; made for this pool, used by no other. LRU if None.
     """
 
     def __init__(
@@ -52,14 +54,18 @@ class CacheManager:
         hold_limit: int | None = None,
         transfers: Transfers | None = None,
         evictions: EvictionLog | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
         self.pool = PagePool(num_pages)
+        policy = policy or make_policy("lru", num_pages, page_size)
         self.index: RadixIndex | HashIndex = (
-            HashIndex(self.pool, page_size, ChainKeys(secret)) if index == "hash" else RadixIndex(self.pool, page_size)
+            HashIndex(self.pool, page_size, policy, ChainKeys(secret))
+            if index == "hash"
+            else RadixIndex(self.pool, page_size, policy)
         )
         self.shares = index != "none"
         self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self.shares else 0
@@ -243,6 +249,7 @@ class Lease:
         "_manager",
         "_node",
         "_partial",
+        "_prompt_tokens",
         "_publish",
         "_room",
         "_root",
@@ -264,6 +271,7 @@ class Lease:
         self._node = node
         self._publish = publish
         self._indexed = 0
+        self._prompt_tokens = len(tokens) // TOKEN_BYTES
         # A partial hit: the page to copy on the first write, and the node pinned for it.
         self._partial: tuple[int, Node] | None = None
         # Positions below this can be written without another thought; 0 while a shared page must be checked for.
@@ -386,6 +394,7 @@ class Lease:
     def fork(self) -> Lease:
         manager = self._manager
         child = Lease(manager, self._tokens, self._root, self._node, publish=self._publish)
+        child._prompt_tokens = self._prompt_tokens
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
         child.holder = self.holder
@@ -415,7 +424,10 @@ class Lease:
         if self._partial is not None:
             index.unpin(self._partial[1])
             self._partial = None
-        index.touch(self._node)
+        use = None
+        if self.computed > self.cached_tokens:
+            use = Use(self._prompt_tokens, self.cached_tokens, len(self) - self._prompt_tokens)
+        index.touch(self._node, use)
         if manager.transfers is not None and self._indexed and not self._root.dead:
             manager.transfers.used(self.pages[self._indexed - 1])
         index.unpin(self._node)

@@ -4,19 +4,17 @@ A node is an edge label (tokens) with the pages that hold it. Only the deepest n
 ancestors are safe because eviction takes leaves only. A node is *active* while it or a descendant is pinned, *cached*
 otherwise.
 
-Recency: a lease that ends touches the path it held, from the root, with a tick of its own. So a cached parent is never
-older than its children and the least recently used leaf is unique. Eviction takes that leaf's last page first, so what
-remains is always a usable prefix.
+Eviction takes the last page of a leaf that no lease holds, so what remains is always a usable prefix. Which leaf goes
+first is the policy's choice (``pagetrie.kv.eviction``); it is told of every use.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
-from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
+from pagetrie.kv.eviction.policy import EvictionPolicy, Use
 from pagetrie.kv.pool import INDEXED, PagePool
 from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
 
@@ -28,11 +26,14 @@ class Node:
         tokens: the edge's token ids (u32 LE). Whole pages, or, for a *partial leaf*, less than one page. On a root:
             the namespace.
         pages: physical pages holding them.
+        start: number of pages before them in the prefix.
+        key: the tokens of its first page, by which its parent finds it.
         keys, children: parallel, sorted by key; a key is the child's first page of tokens. Sorting puts the longest
             common prefix with any query next to the query's place.
         pins: leases whose held prefix ends at this node's end, or that are about to copy one of its pages.
         active_children: children that are active.
         last_used: tick of the last operation that touched it.
+        mark: whatever the eviction policy notes of it.
         chain_key: key of the last page (hash index only).
         dead: on a root: dropped by a reset, can't be matched any more.
     """
@@ -42,23 +43,31 @@ class Node:
         "chain_key",
         "children",
         "dead",
+        "key",
         "keys",
         "last_used",
+        "mark",
         "pages",
         "parent",
         "pins",
+        "start",
         "tokens",
     )
 
-    def __init__(self, parent: Node | None, tokens: bytes | bytearray, pages: list[int], last_used: int) -> None:
+    def __init__(
+        self, parent: Node | None, tokens: bytes | bytearray, pages: list[int], start: int = 0, key: bytes = b""
+    ) -> None:
         self.parent = parent
         self.tokens = bytearray(tokens)
         self.pages = pages
+        self.start = start
+        self.key = key
         self.keys: list[bytes] = []
         self.children: list[Node] = []
         self.pins = 0
         self.active_children = 0
-        self.last_used = last_used
+        self.last_used = 0
+        self.mark: Any = None
         self.chain_key = b""
         self.dead = False
 
@@ -98,10 +107,12 @@ class PageTree:
     Args:
         pool: the pages' owner of record; pages in the tree are in its ``indexed`` state.
         page_size: tokens per page.
+        policy: decides what is evicted first.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
         self.pool = pool
+        self.policy = policy
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.indexed_pages = 0
@@ -111,10 +122,6 @@ class PageTree:
         self.on_evict: Callable[[Node, int], None] | None = None
         self._roots: dict[bytes, Node] = {}
         self._dead_roots: list[Node] = []
-        self._ticks = count(1)
-        self._order = count()
-        # (last_used, tie-break, node). Entries are checked when popped: stale ones do no harm.
-        self._evictable: list[tuple[int, int, Node]] = []
 
     @property
     def cached_pages(self) -> int:
@@ -141,7 +148,7 @@ class PageTree:
         raise NotImplementedError
 
     def _make_root(self, namespace: bytes) -> Node:
-        return Node(None, namespace, [], 0)
+        return Node(None, namespace, [])
 
     # -- pins and recency ----------------------------------------------------------------------------------------
 
@@ -150,6 +157,8 @@ class PageTree:
         node.pins += 1
         if node.pins > 1 or node.active_children:
             return
+        if not node.children:
+            self.policy.remove(node)
         while True:
             self.active_pages += len(node.pages)
             parent = node.parent
@@ -170,7 +179,7 @@ class PageTree:
                 self._on_idle_root(node)
                 return
             if not node.children:
-                self._push(node)
+                self.policy.add(node)
             parent.active_children -= 1
             node = parent
 
@@ -186,18 +195,15 @@ class PageTree:
             current, pins, leaving = current.parent, 0, 1
         return count
 
-    def touch(self, node: Node) -> None:
-        """Mark the path from the root to ``node`` as used now."""
-        tick = next(self._ticks)
-        current: Node | None = node
-        while current is not None:
-            current.last_used = tick
-            current = current.parent
+    def touch(self, node: Node, use: Use | None) -> None:
+        """Tell the policy that the path from the root to ``node`` was used, or just looked at (None)."""
+        self.policy.touch(node, use)
 
     def _on_idle_root(self, root: Node) -> None:
         """No lease stands on this tree any more: a dropped one gives everything back, an empty one goes."""
         if root.dead:
             for node in list(walk(root)):
+                self.policy.remove(node)
                 self.pool.take_from_index(node.pages)
                 self.indexed_pages -= len(node.pages)
                 self._forget(node)
@@ -240,14 +246,14 @@ class PageTree:
         if place < len(node.keys) and node.keys[place].startswith(tokens):
             return False
         child = self._add_child(node, tokens, [page])
-        self._push(child)
+        self.policy.add(child)
         return True
 
     def _add_child(self, node: Node, tokens: bytes, pages: list[int]) -> Node:
         """Hang new pages below ``node``, replacing a partial leaf that they make superfluous."""
         self.pool.give_to_index(pages)
-        child = Node(node, tokens, pages, next(self._ticks))
         key = tokens[: self.page_bytes]
+        child = Node(node, tokens, pages, node.start + len(node.pages), key)
         place = bisect_left(node.keys, key)
         while place and key.startswith(node.keys[place - 1]) and not node.children[place - 1].pins:
             place -= 1
@@ -255,12 +261,14 @@ class PageTree:
         node.keys.insert(place, key)
         node.children.insert(place, child)
         self.indexed_pages += len(pages)
+        self.policy.created(child)
         return child
 
     def _remove_leaf(self, node: Node) -> None:
         """Take an unpinned leaf out of the tree and free its pages."""
         parent = node.parent
         assert parent is not None and not node.children and not node.pins
+        self.policy.remove(node)
         self.pool.take_from_index(node.pages)
         self.indexed_pages -= len(node.pages)
         self._unlink(node)
@@ -268,7 +276,7 @@ class PageTree:
     def _unlink(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        place = bisect_left(parent.keys, bytes(node.tokens[: self.page_bytes]))
+        place = bisect_left(parent.keys, node.key)
         assert parent.children[place] is node
         del parent.keys[place], parent.children[place]
         node.pages = []
@@ -279,33 +287,17 @@ class PageTree:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def _push(self, node: Node) -> None:
-        heap = self._evictable
-        if len(heap) > 4 * self.pool.num_pages + 64:
-            # One entry per node: a page that is hit in part over and over is queued each time with the same tick.
-            heap[:] = {entry[2]: entry for entry in heap if self._is_current(entry)}.values()
-            heapify(heap)
-        heappush(heap, (node.last_used, next(self._order), node))
-
-    @staticmethod
-    def _is_current(entry: tuple[int, int, Node]) -> bool:
-        tick, _, node = entry
-        return bool(node.pages) and not node.children and not node.pins and node.last_used == tick
-
     def evict(self, wanted: int) -> int:
-        """Free up to ``wanted`` cached pages, least recently used leaf first, its last page first.
+        """Free up to ``wanted`` cached pages, the policy's first leaf first, its last page first.
 
         Returns how many were freed: ``min(wanted, cached_pages)``.
         """
-        heap, freed = self._evictable, 0
-        while freed < wanted and heap:
-            if not self._is_current(heap[0]):
-                heappop(heap)
-                continue
-            node = heap[0][2]
+        policy, freed = self.policy, 0
+        while freed < wanted and (node := policy.victim()) is not None:
             count_here = min(wanted - freed, len(node.pages))
             if self.on_evict is not None:
                 self.on_evict(node, count_here)
+            policy.evicted(node, count_here)
             freed += count_here
             self.indexed_pages -= count_here
             self.evicted_pages += count_here
@@ -314,7 +306,6 @@ class PageTree:
                 del node.pages[-count_here:]
                 del node.tokens[len(node.pages) * self.page_bytes :]
                 break
-            heappop(heap)
             self.pool.take_from_index(reversed(node.pages))
             parent = node.parent
             assert parent is not None
@@ -322,7 +313,7 @@ class PageTree:
             if parent.children or parent.pins:
                 continue
             if parent.parent is not None:
-                self._push(parent)
+                policy.add(parent)
             elif not parent.dead:
                 del self._roots[bytes(parent.tokens)]
         return freed
@@ -360,7 +351,7 @@ class PageTree:
         """Recount by brute force (for tests). Raises AssertionError on any disagreement."""
         pages: list[int] = []
         active_pages = 0
-        current = {id(entry[2]) for entry in self._evictable if self._is_current(entry)}
+        evictable: set[Node] = set()
         for root in [*self._roots.values(), *self._dead_roots]:
             assert root.children or root.pins, "an empty, unheld root was kept"
             assert root.active_children == sum(1 for child in root.children if is_active(child))
@@ -368,7 +359,9 @@ class PageTree:
             assert node.parent is not None and node.pages
             assert node.keys == sorted(node.keys) and len(set(node.keys)) == len(node.keys)
             assert node.keys == [bytes(child.tokens[: self.page_bytes]) for child in node.children]
+            assert node.keys == [child.key for child in node.children]
             assert all(child.parent is node for child in node.children)
+            assert node.start == node.parent.start + len(node.parent.pages)
             assert node.active_children == sum(1 for child in node.children if is_active(child))
             if len(node.tokens) % self.page_bytes:
                 assert len(node.pages) == 1 and not node.children and len(node.tokens) < self.page_bytes
@@ -377,14 +370,13 @@ class PageTree:
             if is_active(node):
                 active_pages += len(node.pages)
             elif not node.children:
-                assert id(node) in current, "an evictable leaf is not queued for eviction"
-            if not is_active(node) and node.parent.parent is not None and not is_active(node.parent):
-                assert node.parent.last_used >= node.last_used, "a cached parent is older than its child"
+                evictable.add(node)
             pages += node.pages
         assert len(pages) == len(set(pages)) == self.indexed_pages
         assert all(self.pool.state[page] == INDEXED for page in pages)
         assert self.pool.state.count(INDEXED) == len(pages)
         assert active_pages == self.active_pages
+        assert evictable == self.policy.queued(), "what may be evicted isn't what is queued for it"
 
 
 def walk(root: Node) -> Iterator[Node]:

@@ -124,13 +124,16 @@ class RadixIndex(PageTree):
         """Cut the child at ``place`` after ``pages`` pages. The lower part keeps its identity, so pins stay right."""
         lower = parent.children[place]
         cut = pages * self.page_bytes
-        upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], lower.last_used)
+        upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], lower.start, lower.key)
         del lower.tokens[:cut], lower.pages[:pages]
         lower.parent = upper
-        upper.keys.append(bytes(lower.tokens[: self.page_bytes]))
+        lower.start += pages
+        lower.key = bytes(lower.tokens[: self.page_bytes])
+        upper.keys.append(lower.key)
         upper.children.append(lower)
         upper.active_children = int(is_active(lower))
         parent.children[place] = upper
+        self.policy.split(upper, lower)
         return upper
 
 

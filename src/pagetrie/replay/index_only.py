@@ -1,0 +1,127 @@
+"""Replay against the prefix index alone: what would have been a hit, in a pool of so many pages?
+
+One pseudo token stands for a page of the trace, so the tree sees one key per page and a request costs a few
+operations on edges. Requests are served one at a time, in order, at the trace's own times: each matches its longest
+stored prefix, evicts what it lacks, stores its pages and lets go. No page of it is computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagetrie.kv.eviction import EvictionPolicy, Use, make_policy
+from pagetrie.kv.hashchain import HashIndex
+from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.page_tree import Node
+from pagetrie.kv.pool import PagePool
+from pagetrie.kv.radix import RadixIndex
+from pagetrie.replay.trace import Trace, TraceRequest
+
+
+@dataclass(slots=True)
+class HitCount:
+    """Pages asked for and pages found, over a number of requests."""
+
+    requests: int = 0
+    pages: int = 0
+    hits: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.pages if self.pages else 0.0
+
+
+class IndexReplay:
+    """A pool and its index, fed with a trace's requests.
+
+    Args:
+        capacity: pages in the pool.
+        page_tokens: tokens per page, as the trace has them.
+        eviction: name of the policy.
+        index: ``radix`` or ``hash``.
+    """
+
+    def __init__(self, capacity: int, page_tokens: int, eviction: str = "lru", index: str = "radix") -> None:
+        self.now = 0.0
+        self.policy: EvictionPolicy = make_policy(eviction, capacity, page_tokens, self._clock)
+        self.pool = PagePool(capacity)
+        self.index: RadixIndex | HashIndex = (
+            RadixIndex(self.pool, 1, self.policy)
+            if index == "radix"
+            else HashIndex(self.pool, 1, self.policy, ChainKeys(bytes(32)))
+        )
+        self.page_tokens = page_tokens
+
+    def _clock(self) -> float:
+        return self.now
+
+    def serve(self, request: TraceRequest) -> int:
+        """Run one request and return how many of its pages were hits."""
+        self.now = request.time
+        index, pool = self.index, self.pool
+        ids = request.pages
+        if len(ids) > pool.num_pages:  # it could never be served; nothing of it is stored
+            return 0
+        tokens = array("I", ids).tobytes()
+        match = index.match(b"", tokens, len(ids))
+        node = match.node
+        hits = len(match.pages)
+        index.pin(node)
+        new = len(ids) - hits
+        if new:
+            short = new - pool.free_pages
+            if short > 0:
+                index.evict(short)
+            pages = pool.allocate(new)
+            # As in the server, a partly filled last page is a leaf of its own.
+            full = max(request.prompt_tokens // self.page_tokens - hits, 0)
+            if full:
+                node = self._store(node, tokens[4 * hits : 4 * (hits + full)], pages[:full])
+            if full < new:
+                index.pin(node)
+                end = self._store(node, tokens[4 * (hits + full) :], pages[full:])
+                index.unpin(node)
+                node = end
+        use = Use(request.prompt_tokens, min(hits * self.page_tokens, request.prompt_tokens), request.output_tokens)
+        index.touch(node, use)
+        index.unpin(node)
+        return hits
+
+    def _store(self, node: Node, tokens: bytes, pages: list[int]) -> Node:
+        """Insert below a node and move the pin to where they end."""
+        end, _ = self.index.insert(node, tokens, pages)
+        if end is not node:
+            self.index.pin(end)
+            self.index.unpin(node)
+        return end
+
+
+def replay_index(
+    trace: Trace, capacity: int, eviction: str = "lru", *, index: str = "radix", parts: Sequence[float] = (1.0,)
+) -> list[HitCount]:
+    """Hits of a trace from a cold start.
+
+    Args:
+        trace: what to replay.
+        capacity: pages in the pool.
+        eviction: name of the policy.
+        index: ``radix`` or ``hash``.
+        parts: shares of the requests at which to cut, ascending, the last one 1.
+
+    Returns:
+        One count per part.
+    """
+    replay = IndexReplay(capacity, trace.page_tokens, eviction, index)
+    serve = replay.serve
+    counts, begin = [], 0
+    for part in parts:
+        end = round(part * len(trace.requests))
+        chosen = trace.requests[begin:end]
+        count = HitCount(len(chosen))
+        count.hits = sum(map(serve, chosen))
+        count.pages = sum(len(request.pages) for request in chosen)
+        counts.append(count)
+        begin = end
+    return counts
