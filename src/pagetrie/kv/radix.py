@@ -11,6 +11,7 @@ from bisect import bisect_left
 
 from xxhash import xxh3_128
 
+from pagetrie.kv.eviction.policy import EvictionPolicy
 from pagetrie.kv.page_tree import Match, Node, PageTree, is_active
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
@@ -19,8 +20,8 @@ from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
 class RadixIndex(PageTree):
     """Work per match follows the number of edges, not of pages: an edge is compared by one memcmp."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        super().__init__(pool, page_size)
+    def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
+        super().__init__(pool, page_size, policy)
         self._naming_seed = secrets.randbits(64)
 
     def namer(self, node: Node | None, namespace: bytes) -> _PathNamer:

@@ -14,8 +14,8 @@ NEVER = 1 << 62
 def belady_hits(trace: Trace, capacity: int) -> int:
     """Hits of the offline optimum (Belady 1966): the page whose next use is farthest goes first.
 
-    A parent's next use is never later than its child's, so what stays is always a prefix. A request's own pages are
-    stored like all others, and may be the first to go after it.
+    A parent's next use is never later than its child's, so what stays is always a prefix. A request's own pages may be
+    the first to go after it, in favour of what was stored before, which no real cache can do. So this is a bound.
     """
     following: list[list[int]] = []
     next_use: dict[int, int] = {}
@@ -36,22 +36,13 @@ def belady_hits(trace: Trace, capacity: int) -> int:
         while depth < len(pages) and pages[depth] in stored:
             depth += 1
         hits += depth
-        own = set(pages)
-        back: list[tuple[int, int, int]] = []
-        short = len(stored) + len(pages) - depth - capacity
-        while short > 0:
-            entry = heappop(heap)
-            use, _, page = entry
-            if stored.get(page) != -use:
-                continue
-            if page in own:
-                back.append(entry)
-                continue
-            del stored[page]
-            short -= 1
-        for depth, (page, use) in enumerate(zip(pages, uses, strict=True)):
+        for place, (page, use) in enumerate(zip(pages, uses, strict=True)):
             stored[page] = use
-            heappush(heap, (-use, -depth, page))
+            heappush(heap, (-use, -place, page))
+        while len(stored) > capacity:
+            use, _, page = heappop(heap)
+            if stored.get(page) == -use:
+                del stored[page]
     return hits
 
 

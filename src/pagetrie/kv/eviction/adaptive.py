@@ -26,8 +26,12 @@ BRANCH_MEMORY = 300.0
 """Seconds over which branches are averaged."""
 CROWD = 8
 """A node with so many children is a shared prefix, not somebody's last turn."""
-STALE = 0.5
-"""Seconds after which all leaves are weighed anew."""
+GHOST_PAGES = 32
+"""Evicted pages remembered at most, per page of the pool."""
+STALE = 10.0
+"""Seconds after which all leaves are weighed anew in any case."""
+WEIGHINGS = 3
+"""Leaves weighed per page evicted, on average: all leaves are weighed anew when so many pages went."""
 
 
 class Ghost:
@@ -66,7 +70,7 @@ class Mark:
 
 
 class Adaptive(EvictionPolicy):
-    """See the module. Ranks are taken anew every half second at most, and whenever the model was fitted."""
+    """See the module. Between two weighings of all leaves, each keeps the rank that it had."""
 
     name = "adaptive"
 
@@ -77,8 +81,10 @@ class Adaptive(EvictionPolicy):
         self._heap: list[tuple[float, int, Node]] = []
         self._numbers = count()
         self._weighed = -math.inf
+        self._gone = 0
         # Ghosts in the order they came: (when, where, under which key, which).
         self._ghosts: deque[tuple[float, dict[bytes, Ghost], bytes, Ghost]] = deque()
+        self._ghost_pages = 0
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -166,6 +172,7 @@ class Adaptive(EvictionPolicy):
                 self.add(lower)
 
     def evicted(self, node: Node, pages: int) -> None:
+        self._gone += pages
         if pages < len(node.pages):
             return
         del self._held[node]
@@ -177,6 +184,7 @@ class Adaptive(EvictionPolicy):
         if mark.turn is not None or mark.past is not None or mark.ghosts:
             ghost = above.ghosts[node.key] = Ghost(pages, mark)
             self._ghosts.append((self._clock(), above.ghosts, node.key, ghost))
+            self._ghost_pages += pages
         heir = mark.turn or mark.heir
         if heir is None or heir.continued < math.inf:
             return
@@ -184,10 +192,11 @@ class Adaptive(EvictionPolicy):
             above.heir = heir
 
     def _forget_ghosts(self, now: float) -> None:
-        """Those too old to matter, and more of them than the pool has pages."""
-        ghosts = self._ghosts
-        while ghosts and (len(ghosts) > self._num_pages or ghosts[0][0] + HORIZON < now):
+        """Those too old to matter, and those beyond what may be kept."""
+        ghosts, most = self._ghosts, GHOST_PAGES * self._num_pages
+        while ghosts and (self._ghost_pages > most or ghosts[0][0] + HORIZON < now):
             _, where, key, ghost = ghosts.popleft()
+            self._ghost_pages -= ghost.pages
             if where.get(key) is ghost:
                 del where[key]
 
@@ -214,8 +223,8 @@ class Adaptive(EvictionPolicy):
 
     def victim(self) -> Node | None:
         now, held = self._clock(), self._held
-        if now - self._weighed > STALE:
-            self._weighed = now
+        if self._gone * WEIGHINGS >= len(held) or now - self._weighed > STALE:
+            self._weighed, self._gone = now, 0
             self._heap = [(self.worth(node, now), number, node) for node, number in held.items()]
             heapify(self._heap)
         heap = self._heap

@@ -59,11 +59,10 @@ def fit(
     weights: Floats,
     *,
     trees: int = 20,
-    levels: int = 4,
+    levels: int = 3,
     rate: float = 0.3,
     bins: int = 16,
     damping: float = 5.0,
-    squared: bool = False,
 ) -> BoostedTrees:
     """Fit to ``features`` [n, f], ``labels`` [n] in [0, 1] and ``weights`` [n] > 0.
 
@@ -77,19 +76,13 @@ def fit(
     edges = [np.unique(np.quantile(column, np.linspace(0, 1, bins + 1)[1:-1])) for column in features.T]
     binned = np.stack([np.searchsorted(e, c, side="right") for e, c in zip(edges, features.T, strict=True)], axis=1)
     cells = binned + np.arange(columns) * bins
-    prior = np.average(labels, weights=weights)
-    if not squared:
-        prior = np.clip(prior, 0.01, 0.99)
-        prior = np.log(prior / (1 - prior))
-    base = float(prior)
+    prior = np.clip(np.average(labels, weights=weights), 0.01, 0.99)
+    base = float(np.log(prior / (1 - prior)))
     odds = np.full(rows, base)
     made = []
     for _ in range(trees):
-        if squared:
-            gradient, curvature = (labels - odds) * weights, weights
-        else:
-            chance = 1 / (1 + np.exp(-odds))
-            gradient, curvature = (labels - chance) * weights, chance * (1 - chance) * weights
+        chance = 1 / (1 + np.exp(-odds))
+        gradient, curvature = (labels - chance) * weights, chance * (1 - chance) * weights
         wide_gradient, wide_curvature = np.repeat(gradient, columns), np.repeat(curvature, columns)
         leaf = np.zeros(rows, np.int64)
         splits: list[tuple[int, float]] = []

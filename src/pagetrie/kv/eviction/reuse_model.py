@@ -30,8 +30,8 @@ HORIZON = 1800.0
 """Seconds after which a prefix counts as given up."""
 WINDOW = 2000
 """Turns to learn from: the latest."""
-FIRST_FIT, REFIT = 100, 250
-"""Turns before the first fit, and between later ones."""
+OFTENEST, RAREST = 100, 500
+"""Turns between fits: an eighth of those seen so far, within these bounds."""
 FEWEST = 20
 """Continued turns without which nothing can be learnt."""
 
@@ -103,7 +103,7 @@ class ReuseModel:
     def __init__(self) -> None:
         self._turns: deque[Turn] = deque(maxlen=WINDOW)
         self._seen = 0
-        self._due = FIRST_FIT
+        self._due = OFTENEST
         self._trees: BoostedTrees | None = None
         self._index = _gittins(1 - np.exp(-_AGES / _TYPICAL_WAIT))
 
@@ -115,7 +115,7 @@ class ReuseModel:
         turn.level = min(int(chance * _LEVELS), _LEVELS - 1)
         if self._seen < self._due:
             return False
-        self._due = self._seen + min(REFIT, max(FIRST_FIT, self._seen // 2))
+        self._due = self._seen + min(max(self._seen // 8, OFTENEST), RAREST)
         return self._fit(turn.time)
 
     def worth(self, turn: Turn, now: float) -> float:
