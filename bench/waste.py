@@ -15,7 +15,7 @@ from itertools import count
 from statistics import mean
 
 from pagetrie.cli.demo import BookkeepingRunner
-from pagetrie.cli.metering import MeteredCache
+from pagetrie.kv.metering import MeteredCache
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver, StepReport
 from pagetrie.engine.params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagetrie.cli.demo import demo
-from pagetrie.cli.metering import MeteredCache
+from pagetrie.kv.metering import MeteredCache
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager
 from pagetrie.kv.holding import Holding

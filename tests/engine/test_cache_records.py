@@ -50,7 +50,7 @@ def test_the_report_says_the_same_and_the_oldest_records_go() -> None:
 
     world = World(observer=Listener(), num_pages=16)
     world.engine.cache_records = CacheRecords(
-        world.cache, namespace=world.engine._namespace, clock=lambda: 0.0, capacity=2
+        world.cache, namespace=world.engine.namespace, clock=lambda: 0.0, capacity=2
     )
     for number in range(4):
         world.add(str(number), [1, 2, 3, 4, 5, 6, 7, number, 9], max_tokens=1)

@@ -590,7 +590,7 @@ def test_held_prefixes_survive_load_that_fits_beside_them() -> None:
     trunk = prompt(1, 32)
     world.add("warm", trunk, max_tokens=0)
     world.run()
-    hold = world.cache.hold(trunk, world.engine._namespace(""))
+    hold = world.cache.hold(trunk, world.engine.namespace(""))
     assert hold.tokens == 32
     for number in range(6):
         world.add(f"r{number}", prompt(number + 2, 12), max_tokens=12)
@@ -608,7 +608,7 @@ def test_held_prefixes_give_way_to_what_could_not_run_otherwise(long: int) -> No
     for seed in (1, 2):
         world.add(f"warm{seed}", prompt(seed, 16), max_tokens=0)
         world.run()
-    holds = [world.cache.hold(prompt(seed, 16), world.engine._namespace("")) for seed in (1, 2)]
+    holds = [world.cache.hold(prompt(seed, 16), world.engine.namespace("")) for seed in (1, 2)]
     world.add("big", prompt(3, long), max_tokens=64 - long)
     world.add("next", prompt(4, 30), max_tokens=20)
     world.run(2000)
@@ -622,7 +622,7 @@ def test_only_as_many_held_prefixes_give_way_as_must() -> None:
     for seed in (1, 2):
         world.add(f"warm{seed}", prompt(seed, 16), max_tokens=0)
         world.run()
-    first, second = (world.cache.hold(prompt(seed, 16), world.engine._namespace("")) for seed in (1, 2))
+    first, second = (world.cache.hold(prompt(seed, 16), world.engine.namespace("")) for seed in (1, 2))
     first.touch()
     world.add("big", prompt(3, 40), max_tokens=8)  # 12 pages: one of the two has to go, the one longer unused
     world.run()

@@ -26,7 +26,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagetrie.assembly import Parts, build, engine_config
-from pagetrie.cli.metering import MeteredCache
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, StepReport, TokenReport
 from pagetrie.engine.params import SamplingParams
@@ -35,6 +34,7 @@ from pagetrie.engine.runner import SequenceResult, StepPlan, TokenLogprob
 from pagetrie.errors import ConfigError
 from pagetrie.kv import ContiguousCacheManager, KVCache
 from pagetrie.kv.holding import Holding
+from pagetrie.kv.metering import MeteredCache
 from pagetrie.settings import Settings, format_size
 
 SAMPLES = 3

@@ -1,4 +1,4 @@
-"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``version``.
+"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``replay``, ``plan``, ``version``.
 
 Everything heavy is imported inside the commands, so that ``--help`` is quick.
 """
@@ -76,6 +76,122 @@ def explain(
 
     found = run_explain(settings, first, second)
     print(json.dumps(found, ensure_ascii=False, indent=2) if as_json else show(found))
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace: Mooncake's, Bailian's, vLLM's timed one, or a recorded one.")],
+    *,
+    index_only: Annotated[bool, typer.Option("--index-only", help="Only count hits; no engine, no times.")] = False,
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option("--capacity", help="Pages (of the trace's size) per replica; can be repeated.", min=1),
+    ] = None,
+    eviction: Annotated[
+        list[str] | None, typer.Option("--eviction", help="Policy; can be repeated; all for all of them.")
+    ] = None,
+    replicas: Annotated[int, typer.Option("--replicas", help="Replicas, each with its own pool.", min=1, max=256)] = 1,
+    routing: Annotated[str, typer.Option("--routing", help="round-robin, least-loaded or prefix.")] = "prefix",
+    prefix_index: Annotated[str, typer.Option("--prefix-index", help="radix or hash.")] = "radix",
+    page_tokens: Annotated[
+        int | None, typer.Option("--page-tokens", help="Tokens per page id, if not the format's usual number.", min=1)
+    ] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Replay only so many, the first.", min=1)] = None,
+    model: Annotated[str, typer.Option("--model", help="Shape to reckon with; see pagetrie plan.")] = "llama-3.1-8b",
+    device: Annotated[str, typer.Option("--device", help="Device to reckon with; see pagetrie plan.")] = "h100-80gb",
+    devices: Annotated[int, typer.Option("--devices", help="Of them, per replica.", min=1, max=1024)] = 1,
+    weights: Annotated[str, typer.Option("--weights", help="Format of the weights; see pagetrie plan.")] = "bf16",
+    step_cost: Annotated[
+        str | None,
+        typer.Option("--step-cost", help="Seconds per step, token and attended pair, in place of model and device."),
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option("--page-size", help="Tokens per page of the replayed cache.", min=1)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="Seats per replica.", min=1)] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", help="Token budget of a step.", min=1)
+    ] = 2048,
+    slo_ttft: Annotated[float, typer.Option("--slo-ttft", help="Seconds that a good first token takes at most.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option("--slo-tpot", help="Seconds that a good later one takes at most.")] = 0.1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw bars too.")] = False,
+) -> None:
+    """Replay a trace: hit rates, and with the real scheduler under a virtual clock, times, goodput and preemptions."""
+    from pagetrie.cli import replay as command
+    from pagetrie.replay.trace import read_trace
+
+    if prefix_index not in ("radix", "hash"):
+        raise ConfigError(f"no prefix index {prefix_index!r}; there are radix and hash")
+    read = read_trace(trace, page_tokens=page_tokens)
+    del read.requests[requests if requests is not None else len(read.requests) :]
+    fleet = command.Fleet(
+        capacities=capacity or [10_000],
+        policies=command.check_policies(eviction or ["lru"], bound=index_only),
+        index=prefix_index,
+        replicas=replicas,
+        routing=command.check_routing(routing),
+    )
+    if index_only:
+        command.replay_hits(read, fleet, as_json=as_json, plot=plot)
+        return
+    from pagetrie.cli.plan import cost_model
+    from pagetrie.replay.engine import ReplicaOptions
+
+    options = ReplicaOptions(
+        num_pages=1,
+        page_size=page_size or read.page_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    cost = cost_model(model, device, devices, weights, step_cost)
+    command.replay_times(read, fleet, options, cost, command.Slo(slo_ttft, slo_tpot), as_json=as_json, plot=plot)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A known shape, a config.json, a folder or a GGUF file.")
+    ] = "smollm2-135m",
+    *,
+    device: Annotated[str, typer.Option("--device", help="A known device; this for this machine, measured.")] = "this",
+    devices: Annotated[int, typer.Option("--devices", help="How many of them.", min=1, max=1024)] = 1,
+    weights: Annotated[str, typer.Option("--weights", help="Format of the weights.")] = "bf16",
+    weight_bytes: Annotated[
+        str | None, typer.Option("--weight-bytes", help="Size of the weights, such as 38GB, if known.")
+    ] = None,
+    prompt: Annotated[int, typer.Option("--prompt", help="Median prompt, in tokens.", min=1)] = 2000,
+    output: Annotated[int, typer.Option("--output", help="Median answer, in tokens.", min=1)] = 300,
+    spread: Annotated[float, typer.Option("--spread", help="Spread of the lengths (sigma of their log).")] = 0.8,
+    shared: Annotated[int, typer.Option("--shared", help="Tokens that all prompts begin with.", min=0)] = 0,
+    context: Annotated[
+        int | None, typer.Option("--context", help="Longest sequence; the model's if not given.", min=2)
+    ] = None,
+    page_size: Annotated[int, typer.Option("--page-size", help="Tokens per page.", min=1)] = 16,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", help="Sequences at once, for TPOT; can be repeated.", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw bars too.")] = False,
+) -> None:
+    """Size a machine on paper: what fits, how fast it can be at best, and what a miss costs."""
+    from pagetrie.cli import plan as command
+
+    question = command.Question(
+        model=model,
+        device=device,
+        devices=devices,
+        weights=weights,
+        weight_bytes=None if weight_bytes is None else command.read_size(weight_bytes),
+        prompt=prompt,
+        output=output,
+        spread=spread,
+        shared=shared,
+        context=context,
+        page_size=page_size,
+        batches=tuple(batch or (1, 16, 64)),
+    )
+    command.plan(question, as_json=as_json, plot=plot)
 
 
 @app.command()

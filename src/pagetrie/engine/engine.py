@@ -136,12 +136,12 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self.contexts = Contexts(
             cache,
-            namespace=self._namespace,
+            namespace=self.namespace,
             clock=clock,
             new_id=new_context_id,
             max_per_owner=config.max_contexts,
         )
-        self.cache_records = CacheRecords(cache, namespace=self._namespace, clock=clock)
+        self.cache_records = CacheRecords(cache, namespace=self.namespace, clock=clock)
         self._arrivals = 0
         # (deadline, arrival number, request id); those that ended before are skipped when they come up.
         self._deadlines: list[tuple[float, int, str]] = []
@@ -242,7 +242,7 @@ class Engine:
         state = RequestState(
             request=request,
             order=self._arrivals,
-            namespace=self._namespace(request.namespace_salt),
+            namespace=self.namespace(request.namespace_salt),
             arrival=self._clock(),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
@@ -756,7 +756,8 @@ class Engine:
     def _eos(self) -> frozenset[int]:
         return frozenset(self._vocabulary.eos_ids)
 
-    def _namespace(self, salt: str) -> bytes:
+    def namespace(self, salt: str) -> bytes:
+        """Under which requests with this salt find and store pages."""
         return encode_namespace(
             {
                 "model": self.config.model_fingerprint,

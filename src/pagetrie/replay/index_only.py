@@ -17,6 +17,7 @@ from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex
+from pagetrie.replay.routing import Router, Routing
 from pagetrie.replay.trace import Trace, TraceRequest
 
 
@@ -99,22 +100,30 @@ class IndexReplay:
 
 
 def replay_index(
-    trace: Trace, capacity: int, eviction: str = "lru", *, index: str = "radix", parts: Sequence[float] = (1.0,)
+    trace: Trace,
+    capacity: int,
+    eviction: str = "lru",
+    *,
+    index: str = "radix",
+    parts: Sequence[float] = (1.0,),
+    replicas: int = 1,
+    routing: Routing = "prefix",
 ) -> list[HitCount]:
     """Hits of a trace from a cold start.
 
     Args:
         trace: what to replay.
-        capacity: pages in the pool.
+        capacity: pages in the pool of each replica.
         eviction: name of the policy.
         index: ``radix`` or ``hash``.
         parts: shares of the requests at which to cut, ascending, the last one 1.
+        replicas, routing: how many, and which gets a request; a replica's load is the pages that it computed.
 
     Returns:
         One count per part.
     """
-    replay = IndexReplay(capacity, trace.page_tokens, eviction, index)
-    serve = replay.serve
+    fleet = [IndexReplay(capacity, trace.page_tokens, eviction, index) for _ in range(replicas)]
+    serve = fleet[0].serve if replicas == 1 else _Fleet(fleet, Router(routing, replicas)).serve
     counts, begin = [], 0
     for part in parts:
         end = round(part * len(trace.requests))
@@ -125,3 +134,21 @@ def replay_index(
         counts.append(count)
         begin = end
     return counts
+
+
+class _Fleet:
+    def __init__(self, replicas: list[IndexReplay], router: Router) -> None:
+        self._replicas = replicas
+        self._router = router
+        self._computed = [0.0] * len(replicas)
+
+    def serve(self, request: TraceRequest) -> int:
+        tokens = array("I", request.pages).tobytes()
+        chosen = self._router.choose(
+            len(request.pages),
+            lambda replica: self._replicas[replica].index.stored_tokens(b"", tokens),
+            self._computed,
+        )
+        hits = self._replicas[chosen].serve(request)
+        self._computed[chosen] += len(request.pages) - hits
+        return hits
