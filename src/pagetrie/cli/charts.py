@@ -9,6 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 _WIDTH = 48
+_PLAIN_WIDTH = 160
+
+
+def console() -> Console:
+    """For standard output; wide where that is no terminal, so that no table is squeezed."""
+    made = Console()
+    return made if made.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-
-from pagetrie.cli.charts import bars, table
+from pagetrie.cli.charts import bars, console, table
 from pagetrie.errors import ConfigError
 from pagetrie.kv.eviction import POLICIES
 from pagetrie.replay.engine import CostModel, Outcome, ReplicaOptions, percentiles, replay_engine
@@ -93,11 +91,11 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, plot: bool) -> Non
         head = {"trace": trace.name, "requests": len(trace.requests), "pages": pages, "page_tokens": trace.page_tokens}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
         return
-    console = Console()
+    out = console()
     title = f"{trace.name}: {len(trace.requests):,} requests, {pages:,} pages of {trace.page_tokens} tokens; hit rates"
     by_policy = {name: [row for row in rows if row["eviction"] == name] for name in fleet.policies}
     table(
-        console,
+        out,
         title + (f", {fleet.replicas} replicas, {fleet.routing}" if fleet.replicas > 1 else ""),
         ["eviction", *(f"{capacity:,} pages" for capacity in fleet.capacities), "pages/s"],
         [
@@ -113,7 +111,7 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, plot: bool) -> Non
         for capacity in fleet.capacities:
             chosen = [row for row in rows if row["capacity"] == capacity]
             bars(
-                console,
+                out,
                 f"hit rate, {capacity:,} pages",
                 [(row["eviction"], row["hit_rate"]) for row in chosen],
                 [f"{row['hit_rate']:.4f}" for row in chosen],
@@ -145,13 +143,13 @@ def replay_times(
         head = {"trace": trace.name, "page_tokens": trace.page_tokens, "slo": asdict(slo)}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
         return
-    console = Console()
+    out = console()
     columns = [
         "eviction", "pages", "hit rate", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99",
         "goodput", "tok/s", "preempted", "waste",
     ]  # fmt: skip
     table(
-        console,
+        out,
         f"{trace.name}: {rows[0]['requests']:,} requests served, {rows[0]['refused']:,} too long; {fleet.replicas} "
         f"replicas; SLO: TTFT {slo.ttft:g} s, TPOT {slo.tpot * 1e3:g} ms",
         columns,
@@ -174,7 +172,7 @@ def replay_times(
         labels = [f"{row['eviction']} {row['capacity']:,}" for row in rows]
         for key, title, form in (("hit_rate", "hit rate", ".4f"), ("goodput", "goodput, requests/s", ".2f")):
             values = [row[key] for row in rows]
-            bars(console, title, list(zip(labels, values, strict=True)), [format(value, form) for value in values])
+            bars(out, title, list(zip(labels, values, strict=True)), [format(value, form) for value in values])
 
 
 def _figures(outcome: Outcome, slo: Slo) -> dict[str, Any]:
