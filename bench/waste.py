@@ -15,13 +15,13 @@ from itertools import count
 from statistics import mean
 
 from pagetrie.cli.demo import BookkeepingRunner
-from pagetrie.kv.metering import MeteredCache
 from pagetrie.engine.engine import Engine, EngineConfig
 from pagetrie.engine.observer import EngineObserver, StepReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
 from pagetrie.kv.holding import Holding
+from pagetrie.kv.metering import MeteredCache
 
 REQUESTS = 64
 PAGE_SIZE = 16

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pagetrie.cli.demo import demo
-from pagetrie.kv.metering import MeteredCache
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager
 from pagetrie.kv.holding import Holding
+from pagetrie.kv.metering import MeteredCache
 from pagetrie.settings import Settings
 
 

@@ -206,10 +206,11 @@ def this_device(shape: Shape, bytes_of_weights: float, timings: Timings) -> Devi
 
 def _show(out: Console, answer: dict[str, Any], *, plot: bool) -> None:
     shape, device, load, fits = answer["model"], answer["device"], answer["load"], answer["fits"]
+    whole = format_size(round(answer["context_bytes"]))
     out.print(
         f"{shape['name']} on {device['name']}: {shape['parameters'] / 1e9:.3g} B parameters, "
         f"{answer['weight_bytes'] / 1e9:.3g} GB of weights; {answer['cache_bytes'] / 1e9:.3g} GB are left for the "
-        f"cache. A whole context of {load['context']:,} tokens takes {format_size(round(answer['context_bytes']))} in fp16.",
+        f"cache. A whole context of {load['context']:,} tokens takes {whole} in fp16.",
         highlight=False,
     )
     spread = f", spread {load['spread']:g}" if load["spread"] else ""

@@ -440,7 +440,7 @@ class Transfers:
         for ref in flight.load.refs[flight.published :]:
             self._awaited.pop(ref.key, None)
             self._avoided.note(ref.key, now + _NO_RETRY)
-        self._manager.index.touch(flight.node)
+        self._manager.index.touch(flight.node, None)
         self._manager.index.unpin(flight.node)
         flight.pending.done = True
 
