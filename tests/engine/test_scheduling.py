@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from pagetrie.engine.victims import MAX_PREEMPTIONS
-from pagetrie.errors import DeadlineExceededError, InvalidRequestError
+from pagetrie.errors import DeadlineExceededError, EngineError, InvalidRequestError
+from pagetrie.kv import PendingPage
 from tests.engine.test_engine import prompt
 from tests.engine.toy import World, expected
 
@@ -315,3 +316,47 @@ def test_timeouts_that_mean_nothing_are_refused(timeout: float) -> None:
     with pytest.raises(InvalidRequestError, match="timeout must be more than 0 and at most 604800 seconds") as refused:
         world.add("x", [1], timeout=timeout)
     assert refused.value.param == "timeout"
+
+
+@pytest.mark.parametrize("counter", ["free", "private", "indexed", "held", "leader"])
+def test_the_watchdog_finds_its_way_again(counter: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Waiting, nothing running, pages free: counters that are off are derived anew, and all goes on (pain B3)."""
+    world = World(num_pages=16, page_size=4, max_model_len=60, budget=64)
+    world.add("before", prompt(1, 30), max_tokens=3, ignore_eos=True)
+    world.run()
+    pool, index = world.cache.pool, world.cache.index
+    world.add("a", prompt(2, 40), max_tokens=10, ignore_eos=True)
+    match counter:
+        case "free":
+            del pool._free[:]
+        case "private":
+            pool.private_pages += 5
+            del pool._free[:]
+        case "indexed":
+            index.indexed_pages -= 6
+            del pool._free[:]
+        case "held":
+            index.active_pages += 100
+        case "leader":
+            scheduler = world.engine._scheduler
+            scheduler.waiting.park(next(iter(scheduler.waiting)), PendingPage())
+    world.step()
+    assert world.running() == ["a"]
+    assert "had come to a stop and goes on" in caplog.text
+    assert ("the count of" in caplog.text) == (counter != "leader")
+    world.run()
+    check_text(world, "a", prompt(2, 40), 10)
+    assert world.idle_pages() == 0
+
+
+def test_who_finds_no_room_in_an_idle_pool_does_not_hold_up_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(num_pages=16, page_size=4, max_model_len=60, budget=64)
+    lost = world.cache.open([250], b"nobody gives these back")
+    assert not lost.extend(30)
+    world.add("big", prompt(1, 50), max_tokens=4, ignore_eos=True)
+    world.add("small", prompt(2, 10), max_tokens=4, ignore_eos=True)
+    world.run()
+    last = world.seen["big"].last
+    assert last is not None and isinstance(last.error, EngineError)
+    check_text(world, "small", prompt(2, 10), 4)
+    assert "finds no room, though nothing runs and 8 pages are free" in caplog.text

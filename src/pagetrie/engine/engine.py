@@ -373,6 +373,9 @@ class Engine:
             self._on_admitted(sequence, started)
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
+        for sequence in plan.stranded:
+            failure = EngineError("there is no room for this request, though nothing else runs; try again")
+            outputs[sequence.state.request.request_id] = self._end(sequence.state, "error", failure)
         prefills = [
             PrefillReport(
                 sequence.state.request.request_id, sequence.lease.computed, count * sequence.rows, started, started

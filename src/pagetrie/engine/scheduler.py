@@ -14,6 +14,9 @@ The rules, with their bounds (A is ``ageing_steps``, k is ``MAX_PREEMPTIONS``):
   prefix hit.
 - *Resuming.* While a victim waits for room, only newcomers that are more urgent (lower in priority and in level) start.
 - *Takeover.* A waiting sequence that is more urgent than running ones takes their seats and pages, if that is enough.
+- *Watchdog.* When somebody waits, nothing runs and nothing is on its way from a tier, then something is wrong: every
+  counter is derived anew and the step planned again, with a line in the log. If there is no room even so, the first in
+  line ends with an error rather than that all wait for ever.
 - *Guarantee.* Nobody is preempted more than k times: a sequence preempted k times is admitted only with a reservation
   of all pages that it may come to need, and then every other sequence is preempted before it, and held prefixes give
   way to it.
@@ -21,6 +24,7 @@ The rules, with their bounds (A is ``ageing_steps``, k is ``MAX_PREEMPTIONS``):
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -28,6 +32,8 @@ from pagetrie.engine.sequence import Sequence
 from pagetrie.engine.victims import choose_victims, is_guaranteed, value
 from pagetrie.engine.waiting import WaitingQueue, more_urgent
 from pagetrie.kv import CacheLease, KVCache
+
+log = logging.getLogger(__name__)
 
 _LOOKS_PER_STEP = 8
 """Sequences per step whose prompt is matched against the tree only to find that they don't fit."""
@@ -46,6 +52,7 @@ class Schedule:
         preempted: sequences that lost theirs.
         parked: sequences set aside until a page that they need has been computed or loaded.
         outgrown: sequences that fill the whole pool on their own and can't go on.
+        stranded: a waiting sequence that finds no room though nothing runs.
     """
 
     shares: dict[Sequence, int] = field(default_factory=dict)
@@ -54,6 +61,7 @@ class Schedule:
     preempted: list[Sequence] = field(default_factory=list)
     parked: list[Sequence] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
+    stranded: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, count: int) -> None:
         self.shares[sequence] = count
@@ -146,7 +154,29 @@ class Scheduler:
                 plan.add(sequence, count)
         if self.waiting.any_ready:
             self._admit(plan)
+        if not (plan.shares or self.running or plan.preempted) and len(self.waiting) and not self._on_its_way():
+            self._recover(plan)
         return plan
+
+    def _on_its_way(self) -> bool:
+        """Something comes from a tier below the pool, which sequences may wait for."""
+        transfers = self._cache.transfers
+        return transfers is not None and (transfers.loading_pages > 0 or transfers.next_deadline() is not None)
+
+    def _recover(self, plan: Schedule) -> None:
+        """Nothing runs, yet somebody waits: believe no counter and plan again."""
+        wrong = self._cache.recount()
+        self.waiting.forget()
+        self._admit(plan)
+        for name, (was, now) in wrong.items():
+            log.error(
+                "%d requests waited and none ran: the count of %s was %d, is %d", len(self.waiting), name, was, now
+            )
+        if plan.shares:
+            log.error("the scheduler had come to a stop and goes on; %d requests wait", len(self.waiting))
+        elif not self._on_its_way() and (first := self.waiting.next()) is not None:
+            log.error("a request finds no room, though nothing runs and %d pages are free", self._cache.available_pages)
+            plan.stranded.append(first)
 
     # -- room for running sequences ----------------------------------------------------------------------------------
 

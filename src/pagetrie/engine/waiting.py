@@ -117,6 +117,8 @@ class WaitingQueue:
 
     def wake(self, *, everyone: bool = False) -> None:
         """Put those whose page is done (or everyone) back in line."""
+        if not self._parked:
+            return
         for page in [page for page in self._parked if page.done or everyone]:
             for sequence in self._parked.pop(page):
                 self._parked_count -= 1
@@ -125,6 +127,12 @@ class WaitingQueue:
                     insort(self._victims, sequence, key=_rank)
                 else:
                     self._put(sequence)
+
+    def forget(self) -> None:
+        """Put everyone in line as on arrival: nobody waits for a page, nobody is known not to fit."""
+        self.wake(everyone=True)
+        for sequence in (*self._victims, *self._fresh):
+            sequence.look_again = 0
 
     def next(self, passed: Collection[Sequence] = ()) -> Sequence | None:
         """Who is next in line, leaving out ``passed`` (newcomers only); None if nobody is ready."""

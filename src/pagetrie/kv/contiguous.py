@@ -79,6 +79,9 @@ class ContiguousCacheManager:
     def reset(self) -> ResetReport:
         return ResetReport(0, len(self._held) * self._reservation)
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        return {}
+
     def check(self) -> None:
         slots = self.num_pages // self._reservation
         assert len(self._slots) + len(self._held) == slots and not set(self._held) & set(self._slots)

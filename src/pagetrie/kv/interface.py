@@ -274,6 +274,10 @@ class KVCache(Protocol):
 
     def reset(self) -> ResetReport: ...
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        """Derive every counter anew from the pages themselves; returns those that were off: name -> (was, is now)."""
+        ...
+
     def check(self) -> None:
         """Recount everything by brute force; raise AssertionError on any disagreement (for tests)."""
         ...

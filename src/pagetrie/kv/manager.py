@@ -164,6 +164,9 @@ class CacheManager:
             self.transfers.reset()
         return ResetReport(freed_pages=freed, busy_pages=self.num_pages - self.pool.free_pages)
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        return self.pool.recount() | self.index.recount()
+
     def check(self) -> None:
         self.pool.check()
         self.index.check()

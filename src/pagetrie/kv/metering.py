@@ -60,6 +60,9 @@ class MeteredCache:
     def reset(self) -> ResetReport:
         return self._cache.reset()
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        return self._cache.recount()
+
     def check(self) -> None:
         self._cache.check()
 

@@ -347,6 +347,16 @@ class PageTree:
                 size += len(node.tokens)
         return sum(1 for root in self._roots.values() if root.children), nodes, leaves, size // TOKEN_BYTES
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        """Count the pages in the tree anew. See ``KVCache.recount``."""
+        indexed = active = 0
+        for node in self.nodes():
+            indexed += len(node.pages)
+            active += len(node.pages) if is_active(node) else 0
+        changes = {"indexed pages": (self.indexed_pages, indexed), "held pages": (self.active_pages, active)}
+        self.indexed_pages, self.active_pages = indexed, active
+        return {name: (was, now) for name, (was, now) in changes.items() if was != now}
+
     def check(self) -> None:
         """Recount by brute force (for tests). Raises AssertionError on any disagreement."""
         pages: list[int] = []

@@ -89,6 +89,16 @@ class PagePool:
             self.state[page] = FREE
             self._free.append(page)
 
+    def recount(self) -> dict[str, tuple[int, int]]:
+        """Derive the free list and the count of private pages anew from the pages' states. See ``KVCache.recount``."""
+        free = [page for page, state in enumerate(self.state) if state == FREE]
+        private = self.state.count(PRIVATE)
+        changes = {"free pages": (len(self._free), len(free)), "private pages": (self.private_pages, private)}
+        if sorted(self._free) != free:
+            self._free = free[::-1]
+        self.private_pages = private
+        return {name: (was, now) for name, (was, now) in changes.items() if was != now}
+
     def check(self) -> None:
         """Recount everything by brute force. Raises PageStateError on any disagreement (for tests)."""
         if len(set(self._free)) != len(self._free):
