@@ -116,3 +116,14 @@ def test_nothing_is_held_that_could_be_shown(pieces: list[str], stops: list[str]
             return
         held = "".join(pieces[: token + 1])[len(shown) :]
         assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+@given(st.lists(st.lists(st.sampled_from([65, 66, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 256]), max_size=12), max_size=4))
+def test_what_streams_share_changes_no_text(texts: list[list[int]]) -> None:
+    """Known pieces stand for their bytes only between characters, whatever broken text came before."""
+    shared: dict[bool, dict[int, str]] = {True: {}, False: {}}
+    for tokens in texts:
+        for skip in (True, False):
+            fast = TextStream(Bytes(), [], skip_special=skip, pieces=shared[skip])
+            data = b"".join(Bytes().token_bytes(token) for token in tokens if token != 256 or not skip)
+            assert "".join(map(fast.push, tokens)) + fast.finish() == data.decode(errors="replace")

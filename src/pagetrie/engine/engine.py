@@ -123,6 +123,12 @@ class Engine:
         self._clock = clock
         self._rng = rng
         self._observer = observer or EngineObserver()
+        self._tells_tokens = type(self._observer).on_token is not EngineObserver.on_token
+        self._eos = frozenset(vocabulary.eos_ids)
+        # What streams of text know of tokens, for those that show special tokens and those that skip them.
+        self._pieces: tuple[dict[int, str], dict[int, str]] = ({}, {})
+        # When the tokens of the current step were there.
+        self._computed_at = 0.0
         self._scheduler = Scheduler(
             cache,
             max_seats=config.max_num_seqs,
@@ -247,6 +253,7 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
             level=self._scheduler.level(request.priority),
+            end_ids=self._end_ids(params),
             context=context,
         )
         self._arrivals += 1
@@ -381,7 +388,7 @@ class Engine:
                 sequence.state.request.request_id, sequence.lease.computed, count * sequence.rows, started, started
             )
             for sequence, count in plan.shares.items()
-            if (count > 1 or not sequence.started) and sequence.lease is not None
+            if (count > 1 or not sequence.output_ids) and sequence.lease is not None
         ]
         prefill_tokens = sum(report.tokens for report in prefills)
         generated = 0
@@ -395,12 +402,13 @@ class Engine:
                 for state in {sequence.state for sequence in plan.shares}:
                     outputs[state.request.request_id] = self._end(state, "error", failure)
             else:
+                self._computed_at = self._clock()
                 coming = iter(results)
                 for sequence, count in plan.shares.items():
-                    taken = list(islice(coming, sequence.rows))
                     if sequence.beams is None:
-                        generated += self._commit(sequence, count, taken[0], outputs)
+                        generated += self._commit(sequence, count, next(coming), outputs)
                     else:
+                        taken = list(islice(coming, sequence.rows))
                         generated += self._commit_beams(sequence, sequence.beams, count, taken, outputs)
         now = self._clock()
         for report in prefills:
@@ -456,14 +464,17 @@ class Engine:
         )
 
     def _step_plan(self, plan: Schedule) -> StepPlan:
-        return StepPlan(
-            copies=self._cache.take_copies(),
-            sequences=[step for share in plan.shares.items() for step in self._sequence_steps(*share)],
-        )
+        steps: list[SequenceStep] = []
+        for sequence, count in plan.shares.items():
+            if sequence.beams is None:
+                steps.append(self._sequence_step(sequence, count))
+            else:
+                steps += self._beam_steps(sequence, sequence.beams, count)
+        return StepPlan(self._cache.take_copies(), steps)
 
-    def _sequence_steps(self, sequence: Sequence, count: int) -> list[SequenceStep]:
-        lease, group = sequence.lease, sequence.beams
-        if group is None or not isinstance(lease, GroupLease):
+    def _beam_steps(self, sequence: Sequence, group: BeamGroup, count: int) -> list[SequenceStep]:
+        lease = sequence.lease
+        if not isinstance(lease, GroupLease):
             return [self._sequence_step(sequence, count)]
         start, end = lease.computed, lease.computed + count
         steps = []
@@ -477,11 +488,17 @@ class Engine:
     def _sequence_step(self, sequence: Sequence, count: int) -> SequenceStep:
         lease, state = sequence.lease, sequence.state
         assert lease is not None
-        start, end = lease.computed, lease.computed + count
+        start, step = lease.computed, sequence.decode_step
+        end = start + count
+        if step is not None and len(sequence.ids) == start + 1:
+            step.token_ids, step.start, step.pages = sequence.ids[start:], start, lease.pages
+            return step
         step = SequenceStep(token_ids=sequence.ids[start:end], start=start, pages=lease.pages)
         if end == len(sequence.ids) and state.max_tokens:
             if sequence.beams is None:
                 step.samples = [self._sample_spec(sequence, choice) for choice in range(sequence.seats)]
+                if sequence.output_ids and len(sequence.output_ids) >= state.request.params.min_tokens:
+                    sequence.decode_step = step  # from now on nothing but these three fields changes
             elif not sequence.started:  # else the beams are known, and forked from here
                 step.samples = [self._sample_spec(sequence, 0)]
         if state.prompt_logprobs_due:
@@ -493,7 +510,7 @@ class Engine:
         params = sequence.state.request.params
         banned: list[int] = []
         if len(sequence.output_ids) < params.min_tokens:
-            banned = [*self._end_ids(params)]
+            banned = [*sequence.state.end_ids]
         return SampleSpec(
             params=params,
             seed=(sequence.seed + fork) & _SEED_MASK,
@@ -508,6 +525,8 @@ class Engine:
         lease, state = sequence.lease, sequence.state
         assert lease is not None
         lease.commit(count)
+        if sequence.output_ids and lease.computed == len(sequence.ids):
+            return self._append(sequence, result.samples[0], outputs)
         if state.prompt_logprobs_due:
             state.prompt_logprobs += result.prompt_logprobs
         if lease.computed < len(sequence.ids):
@@ -529,7 +548,7 @@ class Engine:
         search = BeamSearch(
             width=params.beam_width,
             max_tokens=state.max_tokens,
-            end_ids=self._end_ids(params),
+            end_ids=state.end_ids,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
             top_logprobs=params.logprobs or 0,
@@ -618,37 +637,34 @@ class Engine:
         """Give a choice its next token; end it if this was the last. Returns 1 if the token was handed out, else 0."""
         state, lease, params = sequence.state, sequence.lease, sequence.state.request.params
         assert lease is not None
-        token_id = token.token_id
-        if token_id in params.stop_token_ids:
-            self._finish(sequence, "stop", token_id, outputs)
-            return 0
-        if token_id in self._eos() and not params.ignore_eos:
-            self._finish(sequence, "stop", None, outputs)
+        token_id, text, made = token.token_id, sequence.text, sequence.output_ids
+        if token_id in state.end_ids:
+            self._finish(sequence, "stop", token_id if token_id in params.stop_token_ids else None, outputs)
             return 0
         sequence.ids.append(token_id)
-        sequence.output_ids.append(token_id)
+        made.append(token_id)
         lease.append((token_id,))
         state.completion_tokens += 1
-        delta = self._delta(sequence, outputs)
-        delta.token_ids.append(token_id)
-        if params.logprobs is not None:
-            delta.logprobs.append(token)
-        delta.text += sequence.text.push(token_id, may_stop=len(sequence.output_ids) >= params.min_tokens)
-        self._report_token(sequence)
-        if sequence.text.stopped is not None:
-            self._finish(sequence, "stop", sequence.text.stopped, outputs)
-        elif len(sequence.output_ids) >= state.max_tokens:
+        new = text.push(token_id, len(made) >= params.min_tokens)
+        logprobs = [] if params.logprobs is None else [token]
+        # A choice gets one token in a step, so its delta is new.
+        self._output(state, outputs).choices.append(ChoiceDelta(sequence.index, new, [token_id], logprobs))
+        if self._tells_tokens or state.first_token_at is None:
+            self._report_token(sequence)
+        if text.stopped is not None:
+            self._finish(sequence, "stop", text.stopped, outputs)
+        elif len(made) >= state.max_tokens:
             self._finish(sequence, "length", None, outputs)
         return 1
 
     def _report_token(self, sequence: Sequence) -> None:
-        state, now = sequence.state, self._clock()
-        first = sequence.last_token_at is None
-        since = state.arrival if sequence.last_token_at is None else sequence.last_token_at
+        state, now, last = sequence.state, self._computed_at, sequence.last_token_at
+        sequence.last_token_at = now
         if state.first_token_at is None:
             state.first_token_at = now
-        sequence.last_token_at = now
-        self._observer.on_token(TokenReport(state.request.request_id, first, now - since))
+        if self._tells_tokens:
+            gap = now - (state.arrival if last is None else last)
+            self._observer.on_token(TokenReport(state.request.request_id, last is None, gap))
 
     # -- endings -----------------------------------------------------------------------------------------------------
 
@@ -723,15 +739,21 @@ class Engine:
     # -- small helpers -----------------------------------------------------------------------------------------------
 
     def _output(self, state: RequestState, outputs: dict[str, RequestOutput]) -> RequestOutput:
-        output = outputs.get(state.request.request_id)
+        request = state.request
+        output = outputs.get(request.request_id)
         if output is None:
-            output = RequestOutput(
-                request_id=state.request.request_id,
-                prompt_tokens=len(state.request.prompt_ids),
-                cached_tokens=state.cached_tokens,
-                cached_by_tier=state.cached_by_tier,
+            output = outputs[request.request_id] = RequestOutput(
+                request.request_id,
+                [],
+                len(request.prompt_ids),
+                state.cached_tokens,
+                state.completion_tokens,
+                None,
+                False,
+                None,
+                state.cached_by_tier,
             )
-            outputs[state.request.request_id] = output
+            return output
         output.completion_tokens = state.completion_tokens
         return output
 
@@ -746,7 +768,8 @@ class Engine:
 
     def _text(self, state: RequestState) -> TextStream:
         params = state.request.params
-        return TextStream(self._vocabulary, params.stop, skip_special=params.skip_special_tokens)
+        skip = params.skip_special_tokens
+        return TextStream(self._vocabulary, params.stop, skip_special=skip, pieces=self._pieces[skip])
 
     def _whole_text(self, state: RequestState, tokens: list[int]) -> str:
         stream = self._text(state)
@@ -754,10 +777,7 @@ class Engine:
 
     def _end_ids(self, params: SamplingParams) -> set[int]:
         """Every token that ends a text."""
-        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos())}
-
-    def _eos(self) -> frozenset[int]:
-        return frozenset(self._vocabulary.eos_ids)
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
 
     def namespace(self, salt: str) -> bytes:
         """Under which requests with this salt find and store pages."""

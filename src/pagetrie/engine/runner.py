@@ -98,5 +98,8 @@ class Runner(Protocol):
     """Computes steps. Page contents change only inside ``execute``."""
 
     def execute(self, plan: StepPlan) -> list[SequenceResult]:
-        """Apply the copies, compute every share and draw the tokens; results in the order of ``plan.sequences``."""
+        """Apply the copies, compute every share and draw the tokens; results in the order of ``plan.sequences``.
+
+        The plan is valid until this returns: its parts are used again for later steps.
+        """
         ...

@@ -138,7 +138,8 @@ class Scheduler:
             remaining = len(sequence.ids) - lease.computed
             if remaining == 1:
                 if not lease.extend(1) or self._make_room(sequence, lease, 1, plan):
-                    plan.add(sequence, 1)
+                    plan.shares[sequence] = 1
+                    plan.tokens += 1 if sequence.beams is None else sequence.rows
             elif remaining:
                 prompts.append(sequence)
         self.waiting.wake()

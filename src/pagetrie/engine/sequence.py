@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from pagetrie.engine.beams import BeamGroup, GroupLease
 from pagetrie.engine.contexts import Context
 from pagetrie.engine.request import Request
-from pagetrie.engine.runner import TokenLogprob
+from pagetrie.engine.runner import SequenceStep, TokenLogprob
 from pagetrie.engine.text_stream import TextStream
 from pagetrie.kv import CacheLease, PendingPage
 
@@ -20,6 +21,7 @@ class RequestState:
         order: arrival number; among equals, older requests go first and are preempted last.
         level: ``priority + arrival step // ageing_steps``; lower goes first (see ``waiting``).
         max_tokens: tokens each choice may generate, after the context's and the pool's limits.
+        end_ids: every token that ends a choice.
         cached_by_tier: of the cached tokens, those that came from a tier below the pool, by its name.
         parked_at: when it first had to wait for pages that another request computes or a tier delivers.
         sequences: the unfinished choices. Until the prompt is computed there is one, from which the others fork.
@@ -40,6 +42,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_due: bool = False
     level: int = 0
+    end_ids: Set[int] = frozenset()
     context: Context | None = None
 
     @property
@@ -65,6 +68,7 @@ class Sequence:
         look_again: with ``pages_wanted``: until this step it is known to lack that many pages.
         prompt_key: namespace and packed tokens while it waits for its first seat; empty if it shares nothing.
         stored_tokens: prompt tokens that were cached when it arrived.
+        decode_step: its share of a step that computes one token; made once and changed from step to step.
         beams: the beams of a request, if this stands for them; ``ids`` and ``output_ids`` are the best one's.
     """
 
@@ -85,6 +89,7 @@ class Sequence:
     pages_wanted: int = 0
     prompt_key: bytes = b""
     stored_tokens: int = 0
+    decode_step: SequenceStep | None = None
     beams: BeamGroup | None = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -32,23 +33,54 @@ class TextStream:
     Text is held back while it ends in a proper prefix of a stop string, or in the first bytes of a character. Nothing
     else delays it.
 
+    Args:
+        vocabulary: the tokens' bytes.
+        stops: strings that end the text.
+        skip_special: leave special tokens out.
+        pieces: the texts of tokens that are whole characters, as far as known; shared by streams of one vocabulary and
+            ``skip_special``.
+
     Attributes:
         stopped: the stop string that was found, or None. The text before it has been handed out, nothing after it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], *, skip_special: bool) -> None:
+    __slots__ = ("_between", "_decoder", "_held", "_hidden", "_pieces", "_stops", "_vocabulary", "stopped")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stops: Sequence[str],
+        *,
+        skip_special: bool,
+        pieces: dict[int, str] | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
         self._stops = tuple(stops)
         self._hidden: Collection[int] = vocabulary.special_ids if skip_special else ()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pieces = {} if pieces is None else pieces
+        # Between characters: the decoder has no first bytes of one.
+        self._between = True
         self._held = ""
         self.stopped: str | None = None
 
-    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+    def push(self, token_id: int, may_stop: bool = True) -> str:
         """Take one token and return the text it sets free. ``may_stop=False`` ignores stop strings in its text."""
+        piece = self._pieces.get(token_id) if self._between else None
+        if piece is None:
+            piece = self._decode(token_id)
+        return self._release(piece, may_stop) if self._stops else piece
+
+    def _decode(self, token_id: int) -> str:
         if token_id in self._hidden:
+            self._pieces[token_id] = ""
             return ""
-        return self._release(self._decoder.decode(self._vocabulary.token_bytes(token_id)), may_stop)
+        data = self._vocabulary.token_bytes(token_id)
+        with contextlib.suppress(UnicodeDecodeError):
+            self._pieces.setdefault(token_id, data.decode())
+        text = self._decoder.decode(data)
+        self._between = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """No more tokens come: return what was held back."""

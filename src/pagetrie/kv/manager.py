@@ -349,9 +349,10 @@ class Lease:
     def commit(self, count: int) -> None:
         self.computed += count
         self._copy_pending = False
-        full = self.computed // self._manager.page_size
-        if full > self._indexed and self._publish:
-            self._publish_pages(full)
+        if self._publish:
+            full = self.computed // self._manager.page_size
+            if full > self._indexed:
+                self._publish_pages(full)
 
     def _publish_pages(self, full: int) -> None:
         manager, index, first = self._manager, self._manager.index, self._indexed
