@@ -175,6 +175,12 @@ class Settings(BaseSettings):
     shutdown_timeout: float = _option(
         30, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400
     )
+    record: Path | None = _option(
+        None,
+        "File to record requests to, for pagetrie replay: times, lengths, keyed hashes, no text.",
+        SERVER,
+        shown="none",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
 
     @field_validator("page_size")

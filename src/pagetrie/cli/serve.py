@@ -7,6 +7,8 @@ import sys
 
 from pagetrie.assembly import Parts, build
 from pagetrie.engine.loop import EngineLoop
+from pagetrie.engine.observer import EngineObserver, Observers
+from pagetrie.engine.recording import TraceRecorder
 from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
 from pagetrie.server.metrics import Metrics
@@ -26,19 +28,20 @@ def serve(settings: Settings) -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     made: list[Metrics] = []
+    recorder = None if settings.record is None else TraceRecorder(settings.record.expanduser(), settings.page_size)
 
-    def make_metrics(name: str, max_model_len: int) -> Metrics:
+    def make_observer(name: str, max_model_len: int) -> EngineObserver:
         labels = {
             "cache_dtype": settings.kv_dtype,
             "prefix_index": settings.prefix_index,
             "kv_layout": settings.kv_layout,
         }
         made.append(Metrics(name, max_model_len, labels))
-        return made[0]
+        return made[0] if recorder is None else Observers([made[0], recorder])
 
     # A plain chat client finds its prefixes again after a restart, with no call of its own.
     pages = (settings.cache_dir or cache_dir()) / "pages"
-    parts = build(settings, make_observer=make_metrics, default_disk_cache=pages)
+    parts = build(settings, make_observer=make_observer, default_disk_cache=pages)
     warm = []
     if settings.warm is not None:
         warm = read_warm_file(settings.warm, parts.tokenizer, parts.chat_template, parts.engine.validate)
@@ -54,13 +57,17 @@ def serve(settings: Settings) -> None:
         warm=warm,
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
-    run_until_stopped(
-        app,
-        settings.host,
-        settings.port,
-        shutdown_timeout=settings.shutdown_timeout,
-        on_ready=lambda url: print(start_line(parts, url), flush=True),
-    )
+    try:
+        run_until_stopped(
+            app,
+            settings.host,
+            settings.port,
+            shutdown_timeout=settings.shutdown_timeout,
+            on_ready=lambda url: print(start_line(parts, url), flush=True),
+        )
+    finally:
+        if recorder is not None:
+            recorder.close()
 
 
 def start_line(parts: Parts, url: str) -> str:

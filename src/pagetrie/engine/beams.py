@@ -24,6 +24,7 @@ class GroupLease:
     def __init__(self, leases: list[CacheLease]) -> None:
         self.leases = leases
         self.holder = leases[0].holder
+        self.ttl = leases[0].ttl
         self.awaits: PendingPage | None = None
 
     @property

@@ -20,6 +20,7 @@ from pagetrie.engine.cache_records import CacheRecords
 from pagetrie.engine.contexts import Contexts
 from pagetrie.engine.observer import (
     AdmissionReport,
+    ArrivalReport,
     EngineObserver,
     FinishReport,
     PrefillReport,
@@ -273,6 +274,7 @@ class Engine:
             heappush(self._deadlines, (state.arrival + request.timeout, state.order, request.request_id))
         self._scheduler.add(root)
         self._stalled = False
+        self._observer.on_arrival(ArrivalReport(request.request_id, state.arrival, request.prompt_ids, state.namespace))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever phase it is; its pages are free when this returns.

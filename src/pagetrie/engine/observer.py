@@ -34,6 +34,16 @@ class StepReport:
 
 
 @dataclass(slots=True)
+class ArrivalReport:
+    """A request was taken, at ``time`` of the engine's clock; ``namespace`` is that of its pages."""
+
+    request_id: str
+    time: float
+    prompt_ids: Sequence[int]
+    namespace: bytes
+
+
+@dataclass(slots=True)
 class AdmissionReport:
     """A request got its first seat. Reported once per request, never again after a preemption.
 
@@ -113,6 +123,9 @@ class EngineObserver:
     def on_step(self, report: StepReport) -> None:
         """A step has ended."""
 
+    def on_arrival(self, report: ArrivalReport) -> None:
+        """A request was queued."""
+
     def on_admission(self, report: AdmissionReport) -> None:
         """A request was given its first seat."""
 
@@ -137,6 +150,7 @@ class Observers(EngineObserver):
             return [o for o in observers if getattr(type(o), name) is not getattr(EngineObserver, name)]
 
         self._step = [o.on_step for o in listening("on_step")]
+        self._arrival = [o.on_arrival for o in listening("on_arrival")]
         self._admission = [o.on_admission for o in listening("on_admission")]
         self._seat = [o.on_seat for o in listening("on_seat")]
         self._prefill = [o.on_prefill for o in listening("on_prefill")]
@@ -145,6 +159,10 @@ class Observers(EngineObserver):
 
     def on_step(self, report: StepReport) -> None:
         for tell in self._step:
+            tell(report)
+
+    def on_arrival(self, report: ArrivalReport) -> None:
+        for tell in self._arrival:
             tell(report)
 
     def on_admission(self, report: AdmissionReport) -> None:

@@ -14,6 +14,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 128
+MAX_CACHE_TTL = 7 * 86_400
 
 _UNUSED_BY_BEAMS: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0,),
@@ -62,6 +63,8 @@ class SamplingParams:
         length_penalty: beams are ranked by log-probability / length ** length_penalty.
         early_stopping: when to end a beam search: True, False or "never"; see ``BeamSearch``.
         use_prefix_cache: False computes everything anew and stores nothing.
+        cache_ttl: seconds for which its prefix should stay cached, more than 0 and at most a week: a hint that only the
+            ``ttl`` eviction policy heeds.
     """
 
     n: int = 1
@@ -83,6 +86,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     use_prefix_cache: bool = True
+    cache_ttl: float | None = None
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
@@ -109,6 +113,11 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.cache_ttl is not None and not 0 < self.cache_ttl <= MAX_CACHE_TTL:
+            raise InvalidRequestError(
+                f"cache_ttl must be more than 0 and at most {MAX_CACHE_TTL} seconds, got {self.cache_ttl:g}",
+                param="cache_ttl",
+            )
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES, "entries")
         for token, bias in self.logit_bias.items():
             if not (isfinite(bias) and -100.0 <= bias <= 100.0):

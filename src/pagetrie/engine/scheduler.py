@@ -344,6 +344,7 @@ class Scheduler:
             sequence.ids, state.namespace, lookup=state.reads_cache, publish=state.request.params.use_prefix_cache
         )
         lease.holder = state.request.request_id
+        lease.ttl = state.request.params.cache_ttl
         return lease
 
     def _most_pages(self, sequence: Sequence) -> int:

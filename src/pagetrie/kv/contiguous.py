@@ -125,6 +125,7 @@ class ContiguousLease:
         self.awaits: PendingPage | None = None
         self.closed = False
         self.holder = ""
+        self.ttl: float | None = None
 
     def extend(self, count: int) -> int:
         manager = self._manager

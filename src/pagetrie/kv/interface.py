@@ -61,6 +61,8 @@ class CacheLease(Protocol):
 
     holder: str
     """Whom it is for, in words of whoever opened it; what it evicts is put down to that name."""
+    ttl: float | None
+    """Seconds, from its end on, for which its prefix should stay cached: a hint to the eviction policy."""
 
     @property
     def computed(self) -> int:

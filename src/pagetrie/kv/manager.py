@@ -263,6 +263,7 @@ class Lease:
         "computed",
         "holder",
         "pages",
+        "ttl",
     )
 
     def __init__(
@@ -288,6 +289,7 @@ class Lease:
         self.awaits: PendingPage | None = None
         self.closed = False
         self.holder = ""
+        self.ttl: float | None = None
 
     def __len__(self) -> int:
         """Known tokens."""
@@ -402,6 +404,7 @@ class Lease:
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
         child.holder = self.holder
+        child.ttl = self.ttl
         child.pages = self.pages[: manager.pages_for(self.computed)]
         child._indexed = self._indexed
         child._copy_pending = self._copy_pending
@@ -430,7 +433,7 @@ class Lease:
             self._partial = None
         use = None
         if self.computed > self.cached_tokens:
-            use = Use(self._prompt_tokens, self.cached_tokens, len(self) - self._prompt_tokens)
+            use = Use(self._prompt_tokens, self.cached_tokens, len(self) - self._prompt_tokens, self.ttl)
         index.touch(self._node, use)
         if manager.transfers is not None and self._indexed and not self._root.dead:
             manager.transfers.used(self.pages[self._indexed - 1])

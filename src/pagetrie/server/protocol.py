@@ -88,6 +88,7 @@ class GenerationRequest(ApiRequest):
     response_format: Any = None
     cache_salt: str | None = None
     cache_prompt: bool | None = None
+    cache_ttl: float | None = None
     priority: int | None = None
     timeout: float | None = None
     add_special_tokens: bool | None = None
@@ -144,6 +145,7 @@ class GenerationRequest(ApiRequest):
             stop=_stop_strings(self.stop),
             stop_token_ids=_token_list(self.stop_token_ids, "stop_token_ids", tokenizer),
             use_prefix_cache=self.cache_prompt is not False,
+            cache_ttl=self.cache_ttl,
             beam_width=self._beams(),
             **given,
         )
