@@ -14,6 +14,7 @@ USAGE = """usage: python -m bench [COMMAND] [--help]
   waste        KV memory that holds no token, paged and contiguous
   peers        install and list other servers to measure against
   serving      pagetrie and its peers, served and measured end to end
+  floors       what decode and prefill must cost on this machine, and do cost
 """
 
 
@@ -28,6 +29,10 @@ def main(arguments: list[str]) -> int:
         from bench import serving
 
         return serving.main(rest)
+    if command == "floors":
+        from bench import floors
+
+        return floors.main(rest)
     if command not in ("", "bookkeeping", "waste"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help", "help") else sys.stderr, end="")
         return 0 if command in ("-h", "--help", "help") else 2

@@ -37,6 +37,9 @@ class QuantizedDecoder:
         checkpoint: where the tensors come from.
         weights: how to hold them.
 
+    Attributes:
+        weight_bytes: bytes of weights that a step reads: every layer's, and the head's.
+
     Raises:
         ModelLoadError: a tensor is missing, has the wrong shape, or holds what fp16 scales can't reach.
     """
@@ -47,6 +50,8 @@ class QuantizedDecoder:
         load = _Loader(checkpoint, weights)
         tied = config.tie_embeddings or not checkpoint.has_tensor("lm_head.weight")
         embedding = load.matrix(["model.embed_tokens"])
+        head = embedding if tied else load.matrix(["lm_head"])
+        self.weight_bytes = head.nbytes
         self._native = _native.QuantizedDecoder(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -55,21 +60,25 @@ class QuantizedDecoder:
             head_dim=config.head_dim,
             rms_eps=config.rms_eps,
             embedding=embedding,
-            head=embedding if tied else load.matrix(["lm_head"]),
+            head=head,
             final_norm=load.vector("model.norm.weight"),
         )
         for index in range(config.n_layers):
             prefix = f"model.layers.{index}."
             attention = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+            matrices = {
+                "qkv": load.matrix(attention, biased=config.qkv_bias, rotated=2),
+                "output": load.matrix([prefix + "self_attn.o_proj"], biased=config.o_bias),
+                "gate_up": load.matrix([prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], alternating=True),
+                "down": load.matrix([prefix + "mlp.down_proj"]),
+            }
             self._native.add_layer(
                 attention_norm=load.vector(prefix + "input_layernorm.weight"),
-                qkv=load.matrix(attention, biased=config.qkv_bias, rotated=2),
                 head_norm=load.head_norms(prefix) if config.qk_norm else torch.empty(0),
-                output=load.matrix([prefix + "self_attn.o_proj"], biased=config.o_bias),
                 mlp_norm=load.vector(prefix + "post_attention_layernorm.weight"),
-                gate_up=load.matrix([prefix + "mlp.gate_proj", prefix + "mlp.up_proj"], alternating=True),
-                down=load.matrix([prefix + "mlp.down_proj"]),
+                **matrices,
             )
+            self.weight_bytes += sum(matrix.nbytes for matrix in matrices.values())
 
     def forward(
         self,
