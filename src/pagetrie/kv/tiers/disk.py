@@ -36,7 +36,11 @@ REWRITTEN_SEGMENTS = 4
 
 CLOSE_SECONDS = 2.0
 
-_AHEAD = 8
+READ_BYTES = 1 << 20
+"""Bytes that are read at a time: few enough to be checked while the processor's cache still holds them."""
+
+_RUNS_AHEAD = 8
+
 _NAME = re.compile(r"segment-(\d{12})\.pages")
 
 
@@ -61,6 +65,26 @@ class _Entry:
     @property
     def size(self) -> int:
         return self.head_bytes + self.page_bytes
+
+
+def _size(run: Sequence[_Entry]) -> int:
+    return sum(entry.size for entry in run)
+
+
+def _runs(entries: Sequence[_Entry]) -> list[list[_Entry]]:
+    """Cut into runs of records that lie side by side, of at most ``READ_BYTES`` if they are several."""
+    runs: list[list[_Entry]] = []
+    size = 0
+    for entry in entries:
+        last = runs[-1][-1] if runs else None
+        adjoins = last is not None and last.segment is entry.segment and last.offset + last.size == entry.offset
+        if adjoins and size + entry.size <= READ_BYTES:
+            runs[-1].append(entry)
+            size += entry.size
+        else:
+            runs.append([entry])
+            size = entry.size
+    return runs
 
 
 class DiskTier:
@@ -146,36 +170,43 @@ class DiskTier:
     def get(self, refs: Sequence[PageRef]) -> Iterator[Bytes]:
         with self._lock:
             entries = [self._index.get(ref.key) for ref in refs]
-        buffer = np.empty(0, np.uint8)
-        for number, (ref, entry) in enumerate(zip(refs, entries, strict=True)):
-            started = self._clock()
-            if entry is None:
-                self._stats.failed_pages += 1
-                return
-            ahead = entries[number : number + _AHEAD]
-            if number % (_AHEAD // 2) == 0 and all(e is not None and e.segment is entry.segment for e in ahead):
-                assert ahead[-1] is not None
-                entry.segment.will_read(entry.offset, ahead[-1].offset + ahead[-1].size - entry.offset)
-            if buffer.nbytes != entry.page_bytes:
-                buffer = np.empty(entry.page_bytes, np.uint8)
-            if not self._read(entry, ref, buffer):
+        there = next((count for count, entry in enumerate(entries) if entry is None), len(refs))
+        runs = _runs([entry for entry in entries[:there] if entry is not None])
+        started = self._clock()
+        for ref, entry, front, data in self._read_ahead(refs, runs):
+            if not matches(parse_head(front, self._seal), ref, data, self._seal):
                 self._drop(ref.key, entry)
                 self._stats.failed_pages += 1
                 return
             self.touch(ref.key)
             self._stats.hit_pages += 1
-            self._stats.hit_bytes += buffer.nbytes
+            self._stats.hit_bytes += data.nbytes
             self._stats.get_seconds += self._clock() - started
-            yield buffer
+            yield np.frombuffer(data, np.uint8)
+            started = self._clock()
+        self._stats.failed_pages += there < len(refs)
 
-    def _read(self, entry: _Entry, ref: PageRef, out: Bytes) -> bool:
-        front = bytearray(entry.head_bytes)
-        try:
-            got = entry.segment.read([front, out.data], entry.offset)
-        except OSError as error:
-            log.warning("the disk cache can't be read: %s", error)
-            return False
-        return got == entry.size and matches(parse_head(front, self._seal), ref, out.data, self._seal)
+    def _read_ahead(
+        self, refs: Sequence[PageRef], runs: Sequence[Sequence[_Entry]]
+    ) -> Iterator[tuple[PageRef, _Entry, memoryview, memoryview]]:
+        """Records in order, unverified, as (name, entry, head, page). The system reads ahead."""
+        buffer = memoryview(bytearray(max((_size(run) for run in runs), default=0)))
+        position = 0
+        for number, run in enumerate(runs):
+            for later in (
+                runs[number + 1 : number + 1 + _RUNS_AHEAD] if number == 0 else runs[number + _RUNS_AHEAD :][:1]
+            ):
+                later[0].segment.will_read(later[0].offset, _size(later))
+            try:
+                count = run[0].segment.read([buffer[: _size(run)]], run[0].offset)
+            except OSError as error:
+                log.warning("the disk cache can't be read: %s", error)
+                count = 0
+            data, start = buffer[:count], 0
+            for entry in run:
+                front, end = start + entry.head_bytes, start + entry.size
+                yield refs[position], entry, data[start:front], data[front:end]
+                position, start = position + 1, end
 
     def _drop(self, key: bytes, entry: _Entry) -> None:
         with self._lock:

@@ -27,6 +27,7 @@ _HEADER = Struct("<8sHxxxxxx16s")
 _TRAILER = Struct(f"<8sQQ{TAG_BYTES}s")
 _MAGIC, _TRAILER_MAGIC = b"ptseg\r\n\0", b"ptindex\n"
 _VERSION = 1
+_ADVICE_BYTES = 512 << 10
 HEADER_BYTES, TRAILER_BYTES = _HEADER.size, _TRAILER.size
 
 
@@ -110,8 +111,11 @@ class Segment:
         return os.preadv(self.descriptor, buffers, offset)
 
     def will_read(self, offset: int, length: int) -> None:
-        """Let the system fetch what is read soon."""
-        os.posix_fadvise(self.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+        """Let the system fetch what is read soon. It takes only so much of a request, hence several."""
+        for start in range(offset, offset + length, _ADVICE_BYTES):
+            os.posix_fadvise(
+                self.descriptor, start, min(_ADVICE_BYTES, offset + length - start), os.POSIX_FADV_WILLNEED
+            )
 
     def records(self, seal: Seal) -> Iterator[tuple[int, Head]]:
         """All whole records as (offset, head). Afterwards ``size`` ends at the last of them, or after the index."""
