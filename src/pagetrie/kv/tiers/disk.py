@@ -193,9 +193,7 @@ class DiskTier:
         buffer = memoryview(bytearray(max((_size(run) for run in runs), default=0)))
         position = 0
         for number, run in enumerate(runs):
-            for later in (
-                runs[number + 1 : number + 1 + _RUNS_AHEAD] if number == 0 else runs[number + _RUNS_AHEAD :][:1]
-            ):
+            for later in runs[number + (_RUNS_AHEAD if number else 1) : number + _RUNS_AHEAD + 1]:
                 later[0].segment.will_read(later[0].offset, _size(later))
             try:
                 count = run[0].segment.read([buffer[: _size(run)]], run[0].offset)
