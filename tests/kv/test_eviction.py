@@ -160,7 +160,7 @@ class SlruModel(TwoListsModel):
         self.main.discard(node)
         if self.uses[node] >= 2:
             self.main.add(node)
-        while self.pages(main=True) > 0.8 * self.num_pages:
+        while self.pages(main=True) > 0.8 * (self.pages(main=True) + self.pages(main=False)):
             fallen = min(self.queue(main=True), key=lambda node: self.used[node])
             self.main.discard(fallen)
             self.uses[fallen], self.used[fallen] = 1, next(self.steps)
@@ -195,7 +195,9 @@ class S3FifoModel(TwoListsModel):
         while self.leaves:
             small = sorted(self.queue(main=False), key=lambda node: self.place[node])
             main = sorted(self.queue(main=True), key=lambda node: self.place[node])
-            from_small = small and (self.pages(main=False) > 0.1 * self.num_pages or not main)
+            from_small = small and (
+                self.pages(main=False) > 0.1 * (self.pages(main=False) + self.pages(main=True)) or not main
+            )
             node = small[0] if from_small else main[0]
             if self.uses[node] <= (1 if from_small else 0):
                 return node

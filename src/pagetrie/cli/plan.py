@@ -22,6 +22,8 @@ from pagetrie.settings import Settings, format_size, parse_size
 from pagetrie.sim import StepCost
 
 THIS = "this"
+BUNDLED = "smollm2-135m"
+"""The shape of the model that comes along."""
 CODECS = ("fp16", "int8", "k8v4", "int4", "int2")
 
 
@@ -128,6 +130,8 @@ def cost_model(model: str, device: str, devices: int, weights: str, step_cost: s
         if not (per_step > 0 and per_token >= 0 and per_attended >= 0 and per_step + per_token < math.inf):
             raise ConfigError(f"--step-cost: a step takes more than 0 seconds, a token at least 0; got {step_cost!r}")
         return StepCost(per_step, per_token, per_attended)
+    if device == THIS:
+        return measure_this(model)
     shape, stored = find_shape(model)
     return Planner(shape, find_device(device, devices), stored or weight_bytes(shape, weights))
 
@@ -152,7 +156,7 @@ def answer_of(question: Question) -> dict[str, Any]:
     shape, stored = find_shape(question.model)
     bytes_of_weights = question.weight_bytes or stored or weight_bytes(shape, question.weights)
     if question.device == THIS:
-        timings = measure_this(question)
+        timings = measure_this(question.model)
         device = this_device(shape, bytes_of_weights, timings)
         planner = Planner(shape, device, bytes_of_weights, Efficiency(compute=1.0, bandwidth=1.0))
     else:
@@ -184,15 +188,20 @@ def answer_of(question: Question) -> dict[str, Any]:
     }
 
 
-def measure_this(question: Question) -> Timings:
-    """Run the model on this machine for some seconds."""
+def measure_this(model: str) -> Timings:
+    """Run a model on this machine for some seconds.
+
+    Raises:
+        ConfigError: it is only a shape.
+        ModelLoadError: it can't be used.
+    """
     from pagetrie.assembly import build  # imports torch
 
-    model = None if question.model in SHAPES else Path(question.model)
-    if question.model in SHAPES and question.model != "smollm2-135m":
-        raise ConfigError(f"only a model at hand can be measured, and {question.model} is only a shape; name a device")
+    if model in SHAPES and model != BUNDLED:
+        raise ConfigError(f"only a model at hand can be measured, and {model} is only a shape; name a device")
     recorder = StepRecorder()
-    parts = build(Settings(model=model, num_pages=1024), make_observer=lambda *_: recorder)
+    settings = Settings(model=None if model == BUNDLED else Path(model), num_pages=1024)
+    parts = build(settings, make_observer=lambda *_: recorder)
     return measure(parts.engine, recorder, parts.config.vocab_size)
 
 

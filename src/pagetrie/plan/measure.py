@@ -16,6 +16,7 @@ from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import EngineObserver, StepReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
+from pagetrie.engine.runner import StepPlan
 from pagetrie.sim.cost import StepCost
 
 PROMPTS = (64, 192, 512, 1024)
@@ -59,6 +60,15 @@ class Timings:
     def tpot(self, batch: int, context: int) -> float:
         """Seconds per step of ``batch`` sequences with ``context`` tokens each."""
         return _cost(self.decode, batch, batch * context)
+
+    def seconds(self, plan: StepPlan) -> float:
+        """What a step takes, as a cost model for replay: as a prefill step if any prompt has a part in it."""
+        tokens = attended = 0
+        for share in plan.sequences:
+            count = len(share.token_ids)
+            tokens += count
+            attended += count * share.start + count * (count + 1) // 2
+        return _cost(self.decode if tokens == len(plan.sequences) else self.prefill, tokens, attended)
 
 
 class StepRecorder(EngineObserver):

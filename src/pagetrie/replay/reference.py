@@ -11,8 +11,10 @@ from pagetrie.replay.trace import Trace
 NEVER = 1 << 62
 
 
-def belady_hits(trace: Trace, capacity: int) -> int:
+def belady_hits(trace: Trace, capacity: int, *, since: int = 0) -> int:
     """Hits of the offline optimum (Belady 1966): the page whose next use is farthest goes first.
+
+    Counted from request number ``since`` on.
 
     A parent's next use is never later than its child's, so what stays is always a prefix. A request's own pages may be
     the first to go after it, in favour of what was stored before, which no real cache can do. So this is a bound.
@@ -28,14 +30,14 @@ def belady_hits(trace: Trace, capacity: int) -> int:
     stored: dict[int, int] = {}
     heap: list[tuple[int, int, int]] = []
     hits = 0
-    for request, uses in zip(trace.requests, following, strict=True):
+    for number, (request, uses) in enumerate(zip(trace.requests, following, strict=True)):
         pages = request.pages
         if len(pages) > capacity:
             continue
         depth = 0
         while depth < len(pages) and pages[depth] in stored:
             depth += 1
-        hits += depth
+        hits += depth if number >= since else 0
         for place, (page, use) in enumerate(zip(pages, uses, strict=True)):
             stored[page] = use
             heappush(heap, (-use, -place, page))

@@ -85,7 +85,10 @@ class Gdsf(Lfu):
 
 
 class _TwoQueues(EvictionPolicy):
-    """Leaves stand in one of two queues."""
+    """Leaves stand in one of two queues.
+
+    The queues' shares are of the pages that are queued: what is behind other pages isn't, whichever queue it is for.
+    """
 
     def __init__(self, num_pages: int, page_tokens: int, clock: Clock) -> None:
         super().__init__(num_pages, page_tokens, clock)
@@ -141,7 +144,7 @@ class Ttl(_TwoQueues):
 class Slru(_TwoQueues):
     """Segmented LRU (Karedla et al. 1994): what was used once goes before what was used again.
 
-    The protected leaves (main queue) hold at most ``PROTECTED`` of the pool; the least recently used of them fall back
+    The protected leaves (main queue) hold at most ``PROTECTED`` of the pages; the least recently used of them fall back
     to the young end of the others. ``mark`` is (uses since it last fell back,).
     """
 
@@ -159,11 +162,8 @@ class Slru(_TwoQueues):
             _count_use(node)
 
     def add(self, node: Node) -> None:
-        if node.mark[0] < 2:
-            self._small.push(node, node.last_used)
-            return
-        self._main.push(node, node.last_used)
-        while self._main.pages > self.PROTECTED * self._num_pages:
+        (self._small if node.mark[0] < 2 else self._main).push(node, node.last_used)
+        while self._main.pages > self.PROTECTED * (self._small.pages + self._main.pages):
             fallen = self._main.first()
             assert fallen is not None
             self._main.discard(fallen)
@@ -214,7 +214,7 @@ class S3Fifo(_TwoQueues):
         small, main = self._small, self._main
         while True:
             node = small.first()
-            if node is not None and (small.pages > self.SMALL * self._num_pages or main.first() is None):
+            if node is not None and (small.pages > self.SMALL * (small.pages + main.pages) or main.first() is None):
                 if node.mark[0] <= 1:
                     return node
                 small.discard(node)
