@@ -62,6 +62,7 @@ def build(
     make_observer: Callable[[str, int], EngineObserver] | None = None,
     wrap_cache: Callable[[KVCache], KVCache] = lambda cache: cache,
     default_disk_cache: Path | None = None,
+    public_salt: bytes = b"",
 ) -> Parts:
     """Open the model and build its engine.
 
@@ -70,6 +71,7 @@ def build(
         make_observer: makes what hears the engine, from the model's name and its context limit in tokens.
         wrap_cache: may put something around the cache, to watch it.
         default_disk_cache: where to keep pages if the settings say nothing about it; if that can't be, none are kept.
+        public_salt: secret part of the namespace of pages that all tenants share.
 
     Raises:
         ModelLoadError: the model can't be used.
@@ -82,7 +84,7 @@ def build(
     num_pages = pool_pages(settings, page_bytes)
     max_model_len = context_limit(settings, config.max_position, num_pages)
     name = settings.served_model_name or _public_name(settings.model)
-    limits = engine_config(settings, max_model_len, checkpoint.fingerprint)
+    limits = engine_config(settings, max_model_len, checkpoint.fingerprint, public_salt)
     tokenizer = checkpoint.tokenizer()
     template = chat_template(settings, tokenizer)
     runner = ModelRunner(
@@ -118,7 +120,9 @@ def build(
     )
 
 
-def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "") -> EngineConfig:
+def engine_config(
+    settings: Settings, max_model_len: int, fingerprint: str = "", public_salt: bytes = b""
+) -> EngineConfig:
     """The engine's own limits. What decides the bytes of a page goes into its namespace with the fingerprint.
 
     Raises:
@@ -132,6 +136,7 @@ def engine_config(settings: Settings, max_model_len: int, fingerprint: str = "")
         ageing_steps=settings.ageing_steps,
         max_bypass=settings.max_bypass,
         max_contexts=settings.max_contexts,
+        public_salt=public_salt,
         model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}:{LAYOUT_VERSION}",
     )
 
@@ -180,6 +185,10 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
     asked = [flag(name) for name in ("ram_cache", "disk_cache", "store") if getattr(settings, name) is not None]
     if settings.no_disk_cache and settings.disk_cache is not None:
         raise ConfigError(f"give either {flag('disk_cache')} or {flag('no_disk_cache')}, not both")
+    if settings.encrypt_cache and settings.api_keys is None:
+        raise ConfigError(
+            f"{flag('encrypt_cache')} needs {flag('api_keys')}: pages are sealed under their tenants' secrets"
+        )
     if asked and not shares:
         raise ConfigError(f"{' and '.join(asked)} need shared prefixes: a paged layout and a prefix index")
     if settings.kv_layout == "contiguous":
@@ -211,6 +220,7 @@ def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) 
         disk_bytes=settings.disk_cap,
         store=settings.store,
         secret=_store_secret(settings),
+        sealed=settings.encrypt_cache,
     )
     if default_disk is not None:
         try:

@@ -23,6 +23,7 @@ from pagetrie.engine.output import FinishReason, RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import TokenLogprob
+from pagetrie.engine.tenant import Owner
 from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
 from pagetrie.kv import CacheStats
 from pagetrie.settings import load_settings
@@ -34,7 +35,7 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 _T = TypeVar("_T")
 
-_OWNER = ""
+_OWNER = Owner()
 """There is one owner of contexts in a process."""
 _PREFILL = SamplingParams(max_tokens=0, temperature=0.0)
 

@@ -128,6 +128,9 @@ class Settings(BaseSettings):
         shown="none",
         min_length=16,
     )
+    encrypt_cache: bool = _option(
+        False, "Encrypt pages on disk and in a store under their tenants' secrets; needs --api-keys.", CACHE
+    )
     attention: Literal["auto", "native", "torch"] = _option(
         "auto", "What computes attention: native kernels, torch, or the kernels where they fit the model.", CACHE
     )
@@ -165,12 +168,25 @@ class Settings(BaseSettings):
 
     host: str = _option("127.0.0.1", "Address to listen on.", SERVER, min_length=1)
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", SERVER, ge=0, le=65535)
+    api_keys: Path | None = _option(
+        None,
+        "The file of API keys and tenants that `pagetrie tenant` keeps. It is read again when it changes.",
+        SERVER,
+        shown="no keys: everybody is one tenant, and only this machine is listened to",
+    )
+    insecure: bool = _option(False, "Listen to other machines without API keys.", SERVER)
     max_body_size: Size = _option("8MiB", "Largest request body; larger ones are refused (413).", SERVER, gt=0)
+    request_timeout: float = _option(
+        60, "Seconds that a request may take to arrive; slower ones are refused (408).", SERVER, gt=0, le=86400
+    )
     context_ttl: float = _option(
         600, "Seconds that a context lives after its last use, unless it was made with another number.", SERVER, gt=0
     )
     warm: Path | None = _option(
         None, "A JSONL file of prompts to compute, and perhaps pin, before the server is ready.", SERVER, shown="none"
+    )
+    public_prefix: Path | None = _option(
+        None, "A JSONL file of prompts whose cached pages all tenants share.", SERVER, shown="nothing is shared"
     )
     shutdown_timeout: float = _option(
         30, "Seconds that running requests get to end after a stop signal.", SERVER, ge=0, le=86400

@@ -6,12 +6,13 @@ import pytest
 
 from pagetrie.engine.cache_records import CacheRecord, CacheRecords
 from pagetrie.engine.observer import AdmissionReport, EngineObserver
+from pagetrie.engine.tenant import Owner
 from pagetrie.errors import InvalidRequestError
 from tests.engine.toy import World
 
 
 def record(world: World, request_id: str, salt: str = "") -> CacheRecord:
-    return world.engine.cache_records.get(salt, request_id)
+    return world.engine.cache_records.get(Owner(salt=salt), request_id)
 
 
 @pytest.mark.parametrize("index", ["radix", "hash"])

@@ -14,9 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagetrie.engine.contexts import MAX_FORKS, OWNERS, Context, Contexts
 from pagetrie.engine.request import ContextUse
+from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import HoldLimitError, InvalidRequestError
 from pagetrie.kv import CacheManager, ContiguousCacheManager
 from tests.engine.toy import EOS, World, expected
+
+ME, ALICE, BOB = (Owner(Tenant(name)) for name in ("me", "alice", "bob"))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -32,7 +35,7 @@ class Branches(World):
         self.numbers = count(1)
         super().__init__(clock=lambda: self.now, **options)  # type: ignore[arg-type]
 
-    def create(self, ids: Sequence[int], owner: str = "me", ttl: float = math.inf) -> Context:
+    def create(self, ids: Sequence[int], owner: Owner = ME, ttl: float = math.inf) -> Context:
         """A context, computed and held."""
         context = self.engine.contexts.create(owner, list(ids), ttl=ttl)
         self.generate(context, (), max_tokens=0)
@@ -80,7 +83,7 @@ def test_four_forks_hold_the_trunk_once_and_write_what_they_would_alone() -> Non
     trunk = prompt(1, 40)
     root = world.create(trunk)
     before = world.runner.computed_tokens
-    forks = world.engine.contexts.fork("me", root.id, 4)
+    forks = world.engine.contexts.fork(ME, root.id, 4)
     assert world.cache.stats().pinned_pages == 10  # of the 50 that five contexts stand on
     assert world.runner.computed_tokens == before
     assert [fork.pages for fork in forks] == [10] * 4
@@ -93,7 +96,7 @@ def test_four_forks_hold_the_trunk_once_and_write_what_they_would_alone() -> Non
     assert root.ids == trunk
     assert world.cache.stats().pinned_pages == 10 + 4 * 2
     for context in [root, *forks]:
-        world.engine.contexts.delete("me", context.id)
+        world.engine.contexts.delete(ME, context.id)
     world.check()
     assert world.idle_pages() == 0
 
@@ -129,7 +132,7 @@ def test_one_request_appends_at_a_time_and_others_read_meanwhile() -> None:
     assert (refused.value.status, refused.value.code) == (409, "context_busy")
     other = world.start(context, [6], max_tokens=4)
     world.run()
-    late = ContextUse(context.id, "me", append=True, version=0)
+    late = ContextUse(context.id, ME, append=True, version=0)
     with pytest.raises(InvalidRequestError, match="has meanwhile appended"):
         world.add("late", [*prompt(1, 10), 6], context=late)
     assert world.seen[other].tokens[0] == expected([*prompt(1, 10), 6], 4)
@@ -172,7 +175,7 @@ def test_a_context_whose_pages_had_to_go_is_its_tokens_and_gets_its_hold_back() 
     world.run()
     assert world.seen["big"].tokens[0] == expected(prompt(2, 50), 14)
     assert context.held_tokens == 0
-    (fork,) = world.engine.contexts.fork("me", context.id, 1)
+    (fork,) = world.engine.contexts.fork(ME, context.id, 1)
     assert fork.held_tokens == 0
     name = world.generate(fork, [7], max_tokens=3)
     assert world.cached(name) == 0
@@ -187,7 +190,7 @@ def test_contexts_end_after_their_time_unless_used_and_not_under_a_request() -> 
     short, long = world.create(prompt(1, 20), ttl=10), world.create(prompt(2, 20), ttl=100)
     assert world.engine.contexts.seconds_to_expiry() == 10
     world.now = 9
-    world.engine.contexts.get("me", short.id)
+    world.engine.contexts.get(ME, short.id)
     world.now = 18.9
     world.step()
     assert len(world.engine.contexts) == 2
@@ -203,7 +206,7 @@ def test_contexts_end_after_their_time_unless_used_and_not_under_a_request() -> 
     world.step()
     assert short.closed and world.cache.stats().pinned_pages == 5
     with pytest.raises(InvalidRequestError, match="no context") as refused:
-        world.engine.contexts.get("me", short.id)
+        world.engine.contexts.get(ME, short.id)
     assert refused.value.status == 404
     assert world.engine.contexts.seconds_to_expiry() == pytest.approx(30)
     world.now = 1000
@@ -218,7 +221,7 @@ def test_deleting_a_context_under_a_request_leaves_the_request_be() -> None:
     context = world.create(prompt(1, 20))
     name = world.start(context, [1], append=True, max_tokens=5)
     world.step()
-    world.engine.contexts.delete("me", context.id)
+    world.engine.contexts.delete(ME, context.id)
     world.run()
     assert world.seen[name].tokens[0] == expected([*prompt(1, 20), 1], 5)
     assert world.idle_pages() == 0
@@ -226,39 +229,39 @@ def test_deleting_a_context_under_a_request_leaves_the_request_be() -> None:
 
 def test_others_contexts_look_like_none_at_all() -> None:
     world = Branches()
-    context = world.create(prompt(1, 20), owner="alice")
+    context = world.create(prompt(1, 20), owner=ALICE)
     errors = []
-    for owner, context_id in (("bob", context.id), ("alice", "c99")):
+    for owner, context_id in ((BOB, context.id), (ALICE, "c99")):
         for verb in ("get", "delete"):
             with pytest.raises(InvalidRequestError) as refused:
                 getattr(world.engine.contexts, verb)(owner, context_id)
             errors.append((refused.value.message.replace(context_id, "?"), refused.value.status, refused.value.code))
     assert len(set(errors)) == 1
-    assert world.engine.contexts.of("bob") == [] and world.engine.contexts.of("alice") == [context]
+    assert world.engine.contexts.of(BOB) == [] and world.engine.contexts.of(ALICE) == [context]
 
 
 def test_limits_per_owner_and_for_all_are_told() -> None:
     world = Branches(max_contexts=2)
     first = world.create([1, 2, 3])
     with pytest.raises(InvalidRequestError, match="At most 2 contexts may be kept and you have 1, so 2 more") as full:
-        world.engine.contexts.fork("me", first.id, 2)
+        world.engine.contexts.fork(ME, first.id, 2)
     assert full.value.status == 429
-    world.engine.contexts.fork("me", first.id, 1)
+    world.engine.contexts.fork(ME, first.id, 1)
     for number in range(2 * OWNERS - 2):
-        world.engine.contexts.create(f"owner {number // 2}", [1])
-    with pytest.raises(InvalidRequestError, match="limit for all"):
-        world.engine.contexts.create("new", [1])
+        world.engine.contexts.create(Owner(ME.tenant, f"owner {number // 2}"), [1])
+    with pytest.raises(InvalidRequestError, match="all salts together have 16 times as many"):
+        world.engine.contexts.create(Owner(ME.tenant, "new"), [1])
     for bad in (0, MAX_FORKS + 1):
         with pytest.raises(InvalidRequestError, match="n must be between 1 and 128"):
-            world.engine.contexts.fork("me", first.id, bad)
+            world.engine.contexts.fork(ME, first.id, bad)
 
 
 def test_pinned_pages_are_limited_and_an_answer_beyond_the_limit_is_kept_as_tokens() -> None:
     world = Branches(num_pages=32, hold_limit=6)
     with pytest.raises(InvalidRequestError, match="takes 7 pages, but all pinned prefixes together may take 6"):
-        world.engine.contexts.create("me", prompt(1, 28))
+        world.engine.contexts.create(ME, prompt(1, 28))
     context = world.create(prompt(1, 16))
-    other = world.engine.contexts.create("me", prompt(2, 16))
+    other = world.engine.contexts.create(ME, prompt(2, 16))
     world.generate(other, max_tokens=0)
     assert other.held_tokens == 0
     with pytest.raises(HoldLimitError, match="4 are taken and this one adds 4"):
@@ -277,9 +280,11 @@ def test_pinned_pages_are_limited_and_an_answer_beyond_the_limit_is_kept_as_toke
     ],
 )
 def test_where_nothing_can_be_held_contexts_are_refused(cache: CacheManager | ContiguousCacheManager) -> None:
-    contexts = Contexts(cache, namespace=str.encode, clock=lambda: 0.0, new_id=lambda: "c", max_per_owner=3)
+    contexts = Contexts(
+        cache, namespace=lambda salt, tenant: salt.encode(), clock=lambda: 0.0, new_id=lambda: "c", max_per_owner=3
+    )
     with pytest.raises(InvalidRequestError, match="paged layout"):
-        contexts.create("me", [1, 2])
+        contexts.create(ME, [1, 2])
 
 
 class ContextMachine(RuleBasedStateMachine):
@@ -292,7 +297,7 @@ class ContextMachine(RuleBasedStateMachine):
         self.cache = CacheManager(num_pages=40, page_size=4)
         self.contexts = Contexts(
             self.cache,
-            namespace=str.encode,
+            namespace=lambda salt, tenant: salt.encode(),
             clock=lambda: self.now,
             new_id=lambda: f"c{next(numbers)}",
             max_per_owner=3,
@@ -321,8 +326,12 @@ class ContextMachine(RuleBasedStateMachine):
         alive = self.alive()
         return alive[which % len(alive)] if alive else None
 
-    @rule(owner=st.sampled_from("ab"), ids=st.lists(st.integers(0, 1), min_size=1, max_size=12), ttl=st.integers(1, 5))
-    def create(self, owner: str, ids: list[int], ttl: int) -> None:
+    @rule(
+        owner=st.sampled_from([ALICE, BOB]),
+        ids=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        ttl=st.integers(1, 5),
+    )
+    def create(self, owner: Owner, ids: list[int], ttl: int) -> None:
         if sum(c.owner == owner for c in self.alive()) >= 3:
             with pytest.raises(InvalidRequestError):
                 self.contexts.create(owner, ids, ttl=ttl)
@@ -390,8 +399,8 @@ class ContextMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(owner=st.sampled_from("ab"), number=st.integers(1, 12))
-    def look_up(self, owner: str, number: int) -> None:
+    @rule(owner=st.sampled_from([ALICE, BOB]), number=st.integers(1, 12))
+    def look_up(self, owner: Owner, number: int) -> None:
         context = next((c for c in self.alive() if (c.owner, c.id) == (owner, f"c{number}")), None)
         if context is None:
             with pytest.raises(InvalidRequestError):

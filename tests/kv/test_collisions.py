@@ -9,6 +9,7 @@ import pytest
 from pagetrie.kv import CacheManager
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.tokens import TOKEN_BYTES
 from tests.kv.oracle import GARBAGE
 
@@ -43,6 +44,7 @@ class Rolling(ChainKeys):
 def manager_with(keys: type[ChainKeys], num_pages: int, page_size: int) -> CacheManager:
     manager = CacheManager(num_pages=num_pages, page_size=page_size, index="hash")
     manager.index = HashIndex(manager.pool, page_size, manager.index.policy, keys(bytes(32)))
+    manager._public = PublicPrefixes(manager.index)
     return manager
 
 

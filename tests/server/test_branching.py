@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from pagetrie.engine.runner import TokenLogprob
+from pagetrie.engine.tenant import LOCAL, Owner
 from pagetrie.errors import ConfigError, InvalidRequestError
 from pagetrie.server.collect import Choice, likeliest
 from pagetrie.server.warm import WarmPrompt, read_warm_file
 from tests.engine.test_beams import searched
 from tests.server.double import BOS, ByteTokenizer, EngineDouble, PlainTemplate
 from tests.server.test_contexts import RULES, serving, tokens, written
+
+SERVER = Owner(server=True)
 
 pytestmark = pytest.mark.anyio
 
@@ -114,10 +117,10 @@ async def test_best_of_draws_more_than_it_returns_and_counts_all(make_site) -> N
 
 async def test_warm_prompts_are_cached_and_pinned_before_the_first_request() -> None:
     warm = [
-        WarmPrompt(1, tokens(RULES), "", True, math.inf),
-        WarmPrompt(2, tokens("for a while"), "", True, 60.0),
-        WarmPrompt(3, tokens("not pinned"), "alice", False, math.inf),
-        WarmPrompt(5, tokens("far too much " * 10), "", True, math.inf),
+        WarmPrompt(1, tokens(RULES), SERVER, True, math.inf),
+        WarmPrompt(2, tokens("for a while"), SERVER, True, 60.0),
+        WarmPrompt(3, tokens("not pinned"), Owner(salt="alice", server=True), False, math.inf),
+        WarmPrompt(5, tokens("far too much " * 10), SERVER, True, math.inf),
     ]
     async with serving(warm=warm, hold_limit=14) as client:
         assert client.world.cache.stats().pinned_pages == 8 + 3
@@ -137,11 +140,11 @@ def test_a_warm_file_is_read_line_by_line(tmp_path: Path) -> None:
         '{"messages": [{"role": "system", "content": "Be nice."}], "cache_salt": "s"}\n'
         '{"prompt": [1, 2, 3]}'
     )
-    prompts = read_warm_file(path, ByteTokenizer(), PlainTemplate(), lambda request: None)
+    prompts = read_warm_file(path, ByteTokenizer(), PlainTemplate(), lambda request: None, {"": LOCAL})
     assert prompts == [
-        WarmPrompt(1, [BOS, 97, 98], "", True, 5),
-        WarmPrompt(3, tokens("system: Be nice.\n"), "s", False, math.inf),
-        WarmPrompt(4, [1, 2, 3], "", False, math.inf),
+        WarmPrompt(1, [BOS, 97, 98], SERVER, True, 5),
+        WarmPrompt(3, tokens("system: Be nice.\n"), Owner(salt="s", server=True), False, math.inf),
+        WarmPrompt(4, [1, 2, 3], SERVER, False, math.inf),
     ]
 
 
@@ -165,6 +168,6 @@ def test_a_bad_line_of_a_warm_file_is_named(tmp_path: Path, line: str, words: st
             raise InvalidRequestError("never fits")
 
     with pytest.raises(ConfigError, match=words):
-        read_warm_file(path, ByteTokenizer(), None, validate)
+        read_warm_file(path, ByteTokenizer(), None, validate, {"": LOCAL})
     with pytest.raises(ConfigError, match="can't read the warm-up file"):
-        read_warm_file(tmp_path / "none", ByteTokenizer(), None, validate)
+        read_warm_file(tmp_path / "none", ByteTokenizer(), None, validate, {})

@@ -265,3 +265,119 @@ async def test_two_applications_in_one_process(make_site):
         for url, text in ((first.url, "one"), (second.url, "two")):
             response = await client.post(url + "/v1/completions", json={"prompt": "x"})
             assert response.json()["choices"][0]["text"] == text
+
+
+# -- bounds on what a client may make the server keep and wait for ----------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(site, request_timeout: float = 60.0):
+    ready = asyncio.Event()
+    server = HttpServer(site.app, port=0, request_timeout=request_timeout, on_ready=lambda url: ready.set())
+    task = asyncio.ensure_future(server.serve())
+    await within(ready.wait())
+    try:
+        yield server
+    finally:
+        server.stop()
+        await within(task)
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """What comes until the connection is closed."""
+    head, _, body = (await within(reader.read())).partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"GET /health HTTP/1.1\r\n", b"x: " + b"y" * 200_000],
+        [b"GET /health HTTP/1.1\r\n", *[b"x%d: y\r\n" % number for number in range(300)], b"\r\n"],
+        [b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000 + b"\r\n"],
+        [b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n"],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\nx" + b"y" * 100_000 + b": 1\r\n\r\n"],
+    ],
+    ids=["endless value", "many headers", "many equal headers", "long path", "long name"],
+)
+async def test_heads_without_measure_are_refused_and_dropped(site, pieces):
+    async with site.running() as server, connection(server) as (reader, writer):
+        for piece in pieces:
+            writer.write(piece)
+        status, headers, body = await answer(reader)
+        assert status == 431 and headers["connection"] == "close"
+        assert json.loads(body)["error"]["code"] == "request_head_too_large"
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_heads_of_a_common_size_pass(site):
+    async with site.running() as server, httpx.AsyncClient(base_url=server.url) as client:
+        headers = {f"x-{number}": "y" * 300 for number in range(100)}
+        for _ in range(3):  # on one connection
+            assert (await client.get("/health", headers=headers)).status_code == 200
+            assert (await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n",
+        raw_post("/v1/completions", b'{"prompt":', length=100),
+        raw_post("/v1/completions", b"5\r\nabcde\r\n").replace(b"Content-Length: 10", b"Transfer-Encoding: chunked"),
+    ],
+    ids=["head", "body", "chunks"],
+)
+async def test_requests_that_do_not_arrive_in_time_are_refused(site, sent):
+    async with serving(site, request_timeout=0.2) as server, connection(server) as (reader, writer):
+        writer.write(sent)
+        status, _, body = await answer(reader)
+    assert status == 408 and json.loads(body)["error"]["message"] == "The request didn't arrive within 0.2 s."
+    assert site.engine.streams == []
+
+
+async def test_a_connection_without_a_word_is_closed(site):
+    async with serving(site, request_timeout=0.2) as server, connection(server) as (reader, _):
+        assert await within(reader.read()) == b""
+
+
+async def test_the_time_limit_is_for_arriving_not_for_answering(make_site):
+    gate = asyncio.Event()
+    site = make_site(EngineDouble(texts=["abcdef"], gate=gate))
+    async with serving(site, request_timeout=0.2) as server, connection(server) as (reader, writer):
+        writer.write(raw_post("/v1/completions", {"prompt": "x", "stream": True}))
+        await within(reader.readuntil(b"ab"))
+        # Another connection's limit passes meanwhile.
+        async with connection(server) as (other, _):
+            assert await within(other.read()) == b""
+        gate.set()
+        await within(reader.readuntil(b"[DONE]"))
+
+
+async def test_what_is_no_http_is_told_so(site):
+    async with site.running() as server, connection(server) as (reader, writer):
+        writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
+        status, _, body = await answer(reader)
+    assert status == 400 and json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/contexts/../../etc/passwd",
+        "/v1/contexts/..%2f..%2fetc%2fpasswd",
+        "/v1/models/%00",
+        "/v1/models/../../health",
+        "/v1/models/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/v1/models/" + "a" * 5000,
+        "/%ff%fe",
+    ],
+)
+async def test_tricks_in_paths_are_plain_404s(site, path):
+    async with site.running() as server, connection(server) as (reader, writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        status, _, body = await answer(reader)
+    assert status == 404 and len(body) < 1000
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"

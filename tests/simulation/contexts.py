@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from pagetrie.engine.contexts import Context, Contexts
 from pagetrie.engine.request import ContextUse
+from pagetrie.engine.tenant import Owner
 from pagetrie.errors import HoldLimitError, InvalidRequestError
 from pagetrie.kv import KVCache
 from tests.simulation.spec import ContextSpec, RequestSpec
 
 MAX_CONTEXTS = 8
-OWNER = "owner"
 
 
 class ContextKeeper:
@@ -38,7 +38,7 @@ class ContextKeeper:
         for spec in [spec for spec in self._coming if spec.arrival <= now]:
             self._coming.remove(spec)
             try:
-                context = contexts.create(OWNER, list(spec.ids), salt=spec.salt, ttl=spec.ttl)
+                context = contexts.create(Owner(salt=spec.salt), list(spec.ids), ttl=spec.ttl)
             except (HoldLimitError, InvalidRequestError):
                 pages = self._cache.pages_for(len(spec.ids))
                 assert pages > self._cache.hold_limit or len(contexts) >= MAX_CONTEXTS, "a context was refused"
@@ -49,7 +49,7 @@ class ContextKeeper:
         for spec in self._specs:
             context_or_none = self.by_id.get(spec.name)
             if spec.end <= now and context_or_none is not None and not context_or_none.closed:
-                contexts.delete(OWNER, context_or_none.id)
+                contexts.delete(context_or_none.owner, context_or_none.id)
         return warming
 
     def use(self, spec: RequestSpec) -> ContextUse | None:
@@ -63,13 +63,13 @@ class ContextKeeper:
             if len(contexts) >= MAX_CONTEXTS:
                 return None
             pinned = self._cache.stats().pinned_pages
-            (fork,) = contexts.fork(OWNER, context.id, 1)
+            (fork,) = contexts.fork(context.owner, context.id, 1)
             assert self._cache.stats().pinned_pages == pinned, "a fork took pages"
             assert fork.ids == context.ids
             self.by_id[fork.id] = context = fork
         if spec.use == "append" and context.growing:
             return None
-        return ContextUse(context.id, OWNER, append=spec.use == "append", version=context.version)
+        return ContextUse(context.id, context.owner, append=spec.use == "append", version=context.version)
 
     def check(self, use: ContextUse, ids: Sequence[int]) -> None:
         """A request that appends has ended: the context holds ``ids`` and is free for the next."""
@@ -78,6 +78,6 @@ class ContextKeeper:
 
     def delete_all(self) -> None:
         """Nobody uses them any more."""
-        for context in self._contexts.of(OWNER):
+        for context in list(self._contexts):
             assert not context.users and not context.growing
-            self._contexts.delete(OWNER, context.id)
+            self._contexts.delete(context.owner, context.id)

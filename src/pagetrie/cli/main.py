@@ -1,4 +1,5 @@
-"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``replay``, ``plan``, ``version``.
+"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``replay``, ``plan``, ``tenant``,
+``version``.
 
 Everything heavy is imported inside the commands, so that ``--help`` is quick.
 """
@@ -15,6 +16,7 @@ import typer
 from pagetrie import __version__
 from pagetrie.cli import cache
 from pagetrie.cli.options import with_settings
+from pagetrie.cli.tenant import commands as tenant_commands
 from pagetrie.errors import ConfigError, ModelLoadError
 from pagetrie.settings import CACHE, ENGINE, MODEL, SERVER, Settings, load_settings
 
@@ -58,6 +60,9 @@ def demo(
     from pagetrie.cli.demo import demo as run_demo
 
     run_demo(settings, users=users, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+
+app.add_typer(tenant_commands, name="tenant")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import sys
 
@@ -9,12 +10,15 @@ from pagetrie.assembly import Parts, build
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import EngineObserver, Observers
 from pagetrie.engine.recording import TraceRecorder
+from pagetrie.errors import ConfigError
 from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
+from pagetrie.server.auth import Access, KeyedAccess
 from pagetrie.server.metrics import Metrics
+from pagetrie.server.public_prefixes import read_public_prefixes
 from pagetrie.server.serve import serve as run_until_stopped
 from pagetrie.server.warm import read_warm_file
-from pagetrie.settings import Settings, format_size
+from pagetrie.settings import Settings, flag, format_size
 
 
 def serve(settings: Settings) -> None:
@@ -27,6 +31,7 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    access = _access(settings)
     made: list[Metrics] = []
     recorder = None if settings.record is None else TraceRecorder(settings.record.expanduser(), settings.page_size)
 
@@ -41,10 +46,14 @@ def serve(settings: Settings) -> None:
 
     # A plain chat client finds its prefixes again after a restart, with no call of its own.
     pages = (settings.cache_dir or cache_dir()) / "pages"
-    parts = build(settings, make_observer=make_observer, default_disk_cache=pages)
-    warm = []
+    salt = b"" if access is None else access.public_salt
+    parts = build(settings, make_observer=make_observer, default_disk_cache=pages, public_salt=salt)
+    warm, public = [], []
     if settings.warm is not None:
-        warm = read_warm_file(settings.warm, parts.tokenizer, parts.chat_template, parts.engine.validate)
+        tenants = {tenant.name: tenant for tenant in (access or Access()).tenants()}
+        warm = read_warm_file(settings.warm, parts.tokenizer, parts.chat_template, parts.engine.validate, tenants)
+    if settings.public_prefix is not None:
+        public = read_public_prefixes(settings.public_prefix, parts.tokenizer, parts.chat_template)
     app = create_app(
         loop=EngineLoop(parts.engine),
         tokenizer=parts.tokenizer,
@@ -55,6 +64,8 @@ def serve(settings: Settings) -> None:
         max_body_bytes=settings.max_body_size,
         context_ttl=settings.context_ttl,
         warm=warm,
+        public=public,
+        access=access,
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
     try:
@@ -63,11 +74,38 @@ def serve(settings: Settings) -> None:
             settings.host,
             settings.port,
             shutdown_timeout=settings.shutdown_timeout,
+            request_timeout=settings.request_timeout,
             on_ready=lambda url: print(start_line(parts, url), flush=True),
         )
     finally:
         if recorder is not None:
             recorder.close()
+
+
+def _access(settings: Settings) -> KeyedAccess | None:
+    """Whom to let in. Without keys only this machine, unless it is said that all may come.
+
+    Raises:
+        ConfigError: the keys can't be used, or there are none and the address is a public one.
+    """
+    if settings.api_keys is not None:
+        return KeyedAccess(settings.api_keys.expanduser(), settings.max_queue, sealed=settings.encrypt_cache)
+    if not settings.insecure and not is_loopback(settings.host):
+        raise ConfigError(
+            f"without API keys anybody who reaches {flag('host')} {settings.host} may use the server and its cache; "
+            f"make keys with `pagetrie tenant add` and give {flag('api_keys')}, or say {flag('insecure')}"
+        )
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen on."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def start_line(parts: Parts, url: str) -> str:

@@ -1,7 +1,7 @@
 """Why the latest requests hit or missed the cache: noted when each got its first seat, kept for whoever asks later.
 
-Nothing of another namespace is told: a request is compared with what is stored under its own salt, and, if it has one,
-with what is stored under none, which its sender could ask for as well.
+Nothing of another namespace is told: a request is compared with what is stored under its tenant's own salt, and, if it
+has one, with what is stored under none, which its sender could ask for as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from pagetrie.engine.sequence import Sequence
+from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import InvalidRequestError
 from pagetrie.kv import Diagnosis, KVCache
 from pagetrie.kv.diagnosis import WINDOW
@@ -38,7 +39,7 @@ class CacheRecord:
     """What one request found in the cache.
 
     Attributes:
-        request_id, salt: of the request.
+        request_id, owner: of the request.
         time: when it was noted, in seconds of the engine's clock.
         prompt_tokens, cached_tokens: as in its usage.
         cached_by_tier: cached tokens that came from a tier below the pool.
@@ -56,7 +57,7 @@ class CacheRecord:
     """
 
     request_id: str
-    salt: str
+    owner: Owner
     time: float
     prompt_tokens: int
     cached_tokens: int
@@ -85,7 +86,7 @@ class CacheRecords:
 
     Args:
         cache: where they looked.
-        namespace: the namespace of a salt.
+        namespace: the namespace of a tenant's salt.
         clock: seconds.
         capacity: records kept.
     """
@@ -94,7 +95,7 @@ class CacheRecords:
         self,
         cache: KVCache,
         *,
-        namespace: Callable[[str], bytes],
+        namespace: Callable[[str, Tenant], bytes],
         clock: Callable[[], float],
         capacity: int = KEPT,
     ) -> None:
@@ -107,14 +108,14 @@ class CacheRecords:
         self._prompts: deque[tuple[bytes, str]] = deque()
         self._prompt_bytes = 0
 
-    def get(self, salt: str, request_id: str) -> CacheRecord:
-        """The record of a request of that salt.
+    def get(self, owner: Owner, request_id: str) -> CacheRecord:
+        """The record of a request of that owner.
 
         Raises:
             InvalidRequestError: 404, no such request of yours, not yet admitted, or too long ago.
         """
         record = self._records.get(request_id)
-        if record is None or record.salt != salt:
+        if record is None or record.owner.key != owner.key:
             raise InvalidRequestError(
                 f"No request {request_id[:100]!r} is remembered: it hasn't begun, or was too long ago.",
                 param="id",
@@ -138,11 +139,11 @@ class CacheRecords:
         state, lease = sequence.state, sequence.lease
         assert lease is not None
         request = state.request
-        ids, salt = list(request.prompt_ids), request.namespace_salt
+        ids, owner = list(request.prompt_ids), Owner(request.tenant, request.namespace_salt)
 
         def record(reason: MissReason, **facts: object) -> CacheRecord:
             return CacheRecord(
-                request.request_id, salt, self._clock(), len(ids), state.cached_tokens, reason, state.cached_by_tier,
+                request.request_id, owner, self._clock(), len(ids), state.cached_tokens, reason, state.cached_by_tier,
                 **facts,  # type: ignore[arg-type]
             )  # fmt: skip
 
@@ -153,7 +154,9 @@ class CacheRecords:
         prompt = state.namespace + pack_tokens(ids)
         found = None
         if state.reads_cache and state.cached_tokens < len(ids) - 1:
-            found = self._cache.diagnose(ids, state.namespace, {"salt": self._namespace("")} if salt else {})
+            found = self._cache.diagnose(
+                ids, state.namespace, {"salt": self._namespace("", owner.tenant)} if owner.salt else {}
+            )
         rewrites, surely = "", False
         if found is not None and found.matched and found.stored:
             rewrites, surely = self._rewritten(prompt, len(state.namespace) + found.matched * TOKEN_BYTES, found.stored)

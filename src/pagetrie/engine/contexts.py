@@ -7,16 +7,18 @@ computes what is missing and takes hold again. Everything here runs on the engin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pagetrie.engine.request import ContextUse
+from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import HoldLimitError, InvalidRequestError
 from pagetrie.kv import CacheHold, KVCache
 
 MAX_FORKS = 128
 OWNERS = 16
-"""All owners together may keep this many times what one may."""
+"""All owners of a tenant together may keep this many times what one may."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +27,7 @@ class Context:
 
     Attributes:
         id: unguessable; known to its owner alone.
-        owner: who may use it; None for the server itself, which pins prefixes with it.
-        salt: narrows sharing, as ``Request.namespace_salt`` does.
+        owner: who may use it, and whose pages it shares.
         ids: the tokens that a request on it starts with.
         ttl, expires: seconds it lives after its last use; when it ends, by the engine's clock.
         note: what its maker keeps with it (a chat's transcript); not looked at here.
@@ -38,8 +39,7 @@ class Context:
     """
 
     id: str
-    owner: str | None
-    salt: str
+    owner: Owner
     ids: list[int]
     ttl: float
     expires: float
@@ -66,7 +66,7 @@ class Contexts:
 
     Args:
         cache: where their pages are.
-        namespace: the namespace of a salt.
+        namespace: the namespace of a tenant's salt.
         clock: seconds.
         new_id: makes ids, which must be unguessable.
         max_per_owner: contexts that one owner may keep.
@@ -76,7 +76,7 @@ class Contexts:
         self,
         cache: KVCache,
         *,
-        namespace: Callable[[str], bytes],
+        namespace: Callable[[str, Tenant], bytes],
         clock: Callable[[], float],
         new_id: Callable[[], str],
         max_per_owner: int,
@@ -86,19 +86,18 @@ class Contexts:
         self._clock = clock
         self._new_id = new_id
         self._max_per_owner = max_per_owner
-        self._owners: dict[str | None, dict[str, Context]] = {}
-        self._count = 0
+        self._owners: dict[tuple[str, bytes, str, bool], dict[str, Context]] = {}
+        # Contexts per tenant.
+        self._counts: Counter[str] = Counter()
         self._next_expiry = math.inf  # no context ends before this
 
     def __len__(self) -> int:
-        return self._count
+        return self._counts.total()
 
     def __iter__(self) -> Iterator[Context]:
         return (context for owned in self._owners.values() for context in owned.values())
 
-    def create(
-        self, owner: str | None, ids: list[int], *, salt: str = "", ttl: float = math.inf, note: object = None
-    ) -> Context:
+    def create(self, owner: Owner, ids: list[int], *, ttl: float = math.inf, note: object = None) -> Context:
         """A context without a hold yet: it gets one by the first request on it.
 
         Raises:
@@ -115,16 +114,16 @@ class Contexts:
                 param="prompt",
                 code="context_too_large",
             )
-        return self._add(owner, salt, ids, ttl, note, None)
+        return self._add(owner, ids, ttl, note, None)
 
-    def get(self, owner: str | None, context_id: str) -> Context:
+    def get(self, owner: Owner, context_id: str) -> Context:
         """An owner's context, which this counts as used.
 
         Raises:
             InvalidRequestError: 404: there is none of that id, or not for this owner; both read the same.
         """
         self.expire()
-        context = self._owners.get(owner, {}).get(context_id)
+        context = self._owners.get(owner.key, {}).get(context_id)
         if context is None:
             raise InvalidRequestError(
                 f"There is no context '{context_id[:80]}'. Contexts end when they are deleted or have not been used "
@@ -136,12 +135,12 @@ class Contexts:
         self._touch(context)
         return context
 
-    def of(self, owner: str | None) -> list[Context]:
+    def of(self, owner: Owner) -> list[Context]:
         """An owner's contexts, oldest first. Looking at them is no use of them."""
         self.expire()
-        return list(self._owners.get(owner, {}).values())
+        return list(self._owners.get(owner.key, {}).values())
 
-    def fork(self, owner: str | None, context_id: str, count: int, *, ttl: float | None = None) -> list[Context]:
+    def fork(self, owner: Owner, context_id: str, count: int, *, ttl: float | None = None) -> list[Context]:
         """``count`` new contexts that stand where this one stands. No page is copied, nothing is computed.
 
         Raises:
@@ -154,7 +153,6 @@ class Contexts:
         return [
             self._add(
                 owner,
-                parent.salt,
                 parent.ids,
                 parent.ttl if ttl is None else ttl,
                 parent.note,
@@ -163,7 +161,7 @@ class Contexts:
             for _ in range(count)
         ]
 
-    def delete(self, owner: str | None, context_id: str) -> None:
+    def delete(self, owner: Owner, context_id: str) -> None:
         """End a context; its pages may be evicted from now on. Requests in flight on it go on.
 
         Raises:
@@ -245,7 +243,7 @@ class Contexts:
             HoldLimitError: pinned pages are at their limit.
         """
         if context.hold is None or context.hold.released:
-            context.hold = self._cache.hold(context.ids, self._namespace(context.salt))
+            context.hold = self._cache.hold(context.ids, self._namespace(context.owner.salt, context.owner.tenant))
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class Contexts:
         if context.hold is not None and not context.hold.released and context.hold.tokens >= len(ids) - 1:
             return True
         try:
-            hold = self._cache.hold(ids, self._namespace(context.salt))
+            hold = self._cache.hold(ids, self._namespace(context.owner.salt, context.owner.tenant))
         except HoldLimitError:
             return False
         if context.hold is not None:
@@ -262,13 +260,11 @@ class Contexts:
         context.hold = hold
         return True
 
-    def _add(
-        self, owner: str | None, salt: str, ids: list[int], ttl: float, note: object, hold: CacheHold | None
-    ) -> Context:
-        context = Context(self._new_id(), owner, salt, ids, ttl, math.inf, note, hold)
+    def _add(self, owner: Owner, ids: list[int], ttl: float, note: object, hold: CacheHold | None) -> Context:
+        context = Context(self._new_id(), owner, ids, ttl, math.inf, note, hold)
         self._touch(context)
-        self._owners.setdefault(owner, {})[context.id] = context
-        self._count += 1
+        self._owners.setdefault(owner.key, {})[context.id] = context
+        self._counts[owner.tenant.name] += 1
         return context
 
     def _touch(self, context: Context) -> None:
@@ -281,17 +277,18 @@ class Contexts:
         context.closed = True
         if context.hold is not None:
             context.hold.release()
-        owned = self._owners[context.owner]
+        owner = context.owner
+        owned = self._owners[owner.key]
         del owned[context.id]
         if not owned:
-            del self._owners[context.owner]
-        self._count -= 1
+            del self._owners[owner.key]
+        self._counts[owner.tenant.name] -= 1
 
-    def _refuse_over_limit(self, owner: str | None, more: int) -> None:
+    def _refuse_over_limit(self, owner: Owner, more: int) -> None:
         self.expire()
-        owned, limit = len(self._owners.get(owner, ())), self._max_per_owner
-        if owned + more > limit or self._count + more > OWNERS * limit:
-            whose = f"you have {owned}" if owned + more > limit else "the server has reached its limit for all"
+        owned, limit = len(self._owners.get(owner.key, ())), self._max_per_owner
+        if owned + more > limit or self._counts[owner.tenant.name] + more > OWNERS * limit:
+            whose = f"you have {owned}" if owned + more > limit else f"all salts together have {OWNERS} times as many"
             raise InvalidRequestError(
                 f"At most {limit} contexts may be kept and {whose}, so {more} more can't be made; delete some first.",
                 code="context_limit",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -30,10 +30,12 @@ from pagetrie.engine.observer import (
 )
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
 from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.public import PublicPrefixes
 from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
 from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
 from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import RequestState, Sequence
+from pagetrie.engine.tenant import LOCAL, Tenant
 from pagetrie.engine.text_stream import TextStream, Vocabulary
 from pagetrie.engine.usage import CacheUsage, measure_usage
 from pagetrie.errors import (
@@ -68,6 +70,7 @@ class EngineConfig:
         max_bypass: how many may pass it.
         max_contexts: contexts that one owner may keep.
         model_fingerprint: part of every page's namespace.
+        public_salt: part of the namespace of public prefixes' pages; known to the server alone.
     """
 
     max_model_len: int
@@ -78,6 +81,7 @@ class EngineConfig:
     max_bypass: int = 32
     max_contexts: int = 256
     model_fingerprint: str = ""
+    public_salt: bytes = b""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -103,6 +107,7 @@ class Engine:
     Attributes:
         contexts: what requests may start from; see ``Contexts``.
         cache_records: why the latest requests hit or missed the cache.
+        public: prefixes that all tenants share.
     """
 
     def __init__(
@@ -149,6 +154,7 @@ class Engine:
             max_per_owner=config.max_contexts,
         )
         self.cache_records = CacheRecords(cache, namespace=self.namespace, clock=clock)
+        self.public = PublicPrefixes(cache, self._pages_namespace({"public": config.public_salt}))
         self._arrivals = 0
         # (deadline, arrival number, request id); those that ended before are skipped when they come up.
         self._deadlines: list[tuple[float, int, str]] = []
@@ -164,13 +170,15 @@ class Engine:
             raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
         # The first token to generate needs a position too.
         spare = 0 if params.max_tokens == 0 else 1
-        if length + spare > self.max_len:
+        max_len = self._max_len(request.tenant)
+        if length + spare > max_len:
             pool = self._cache.num_pages * self._cache.page_size
-            limit = (
-                f"this model's maximum context length is {self.config.max_model_len} tokens"
-                if self.config.max_model_len <= pool
-                else f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
-            )
+            if max_len < self.max_len:
+                limit = f"your maximum context length is {max_len} tokens"
+            elif self.config.max_model_len <= pool:
+                limit = f"this model's maximum context length is {self.config.max_model_len} tokens"
+            else:
+                limit = f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
             needs = " and needs room for at least 1 more" if spare else ""
             raise InvalidRequestError(
                 f"{limit}, but the prompt has {length} tokens{needs}", param="prompt", code="context_length_exceeded"
@@ -245,11 +253,11 @@ class Engine:
         params = request.params
         use = request.context
         context = None if use is None else self.contexts.begin(use)
-        room = self.max_len - len(request.prompt_ids)
+        room = self._max_len(request.tenant) - len(request.prompt_ids)
         state = RequestState(
             request=request,
             order=self._arrivals,
-            namespace=self.namespace(request.namespace_salt),
+            namespace=self.namespace(request.namespace_salt, request.tenant),
             arrival=self._clock(),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
@@ -781,12 +789,13 @@ class Engine:
         """Every token that ends a text."""
         return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
 
-    def namespace(self, salt: str) -> bytes:
-        """Under which requests with this salt find and store pages."""
-        return encode_namespace(
-            {
-                "model": self.config.model_fingerprint,
-                "page_size": self._cache.page_size,
-                "salt": salt or None,
-            }
-        )
+    def _max_len(self, tenant: Tenant) -> int:
+        """Longest sequence of a tenant, in tokens."""
+        return self.max_len if tenant.max_model_len is None else min(self.max_len, tenant.max_model_len)
+
+    def namespace(self, salt: str = "", tenant: Tenant = LOCAL) -> bytes:
+        """Under which requests with this salt, of this tenant, find and store pages."""
+        return self._pages_namespace({"salt": salt or None, "tenant": tenant.salt or None})
+
+    def _pages_namespace(self, whose: Mapping[str, str | bytes | None]) -> bytes:
+        return encode_namespace({"model": self.config.model_fingerprint, "page_size": self._cache.page_size, **whose})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.tenant import LOCAL, Owner, Tenant
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 MAX_TIMEOUT = 7 * 86400.0
@@ -23,7 +24,7 @@ class ContextUse:
     """
 
     id: str
-    owner: str | None
+    owner: Owner
     append: bool = False
     version: int = 0
     note: Callable[[str], object] = lambda _: None
@@ -37,13 +38,14 @@ class Request:
         request_id: unique among the requests in flight.
         prompt_ids: the prompt, at least one token.
         params: sampling and stopping.
-        namespace_salt: narrows sharing: only requests with an equal salt share pages. Empty shares with all that
-            have none.
+        namespace_salt: narrows sharing within the tenant: only requests with an equal salt share pages. Empty shares
+            with all of the tenant's that have none.
         priority: lower is served first; between ``MIN_PRIORITY`` and ``MAX_PRIORITY``. A request that has waited for
             ``ageing_steps`` steps longer counts as one lower.
         timeout: seconds from its arrival after which it ends, waiting or running, with what it has by then; more than 0
             and at most ``MAX_TIMEOUT``. None for no limit. Looked at before each step, so it acts up to a step later.
         context: what it starts from, if that is to be kept.
+        tenant: whose it is; pages are shared within a tenant only.
     """
 
     request_id: str
@@ -53,3 +55,4 @@ class Request:
     priority: int = 0
     timeout: float | None = None
     context: ContextUse | None = None
+    tenant: Tenant = LOCAL

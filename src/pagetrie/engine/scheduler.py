@@ -17,6 +17,12 @@ The rules, with their bounds (A is ``ageing_steps``, k is ``MAX_PREEMPTIONS``):
 - *Watchdog.* When somebody waits, nothing runs and nothing is on its way from a tier, then something is wrong: every
   counter is derived anew and the step planned again, with a line in the log. If there is no room even so, the first in
   line ends with an error rather than that all wait for ever.
+- *Tenants.* Everything above holds within a tenant. Among tenants, turns follow ``fair_queue``; in a step in which one
+  tenant has had its turn, the others compute no more tokens each, in proportion to the weights, than the first did for
+  its prompts. So with n equal tenants a prompt takes at most n times as many tokens' time as alone, after the step that
+  runs when it comes. A tenant takes seats and pages from the one that has the largest *dominant share* (of seats or of
+  pages, whichever is more, by weight: Ghodsi et al. 2011) if that one still has no less than the taker afterwards. Only
+  a line that hasn't moved for A steps holds up the other tenants, until it does.
 - *Guarantee.* Nobody is preempted more than k times: a sequence preempted k times is admitted only with a reservation
   of all pages that it may come to need, and then every other sequence is preempted before it, and held prefixes give
   way to it.
@@ -28,9 +34,10 @@ import logging
 from bisect import insort
 from dataclasses import dataclass, field
 
+from pagetrie.engine.fair_queue import FairQueue, Line
 from pagetrie.engine.sequence import Sequence
 from pagetrie.engine.victims import choose_victims, is_guaranteed, value
-from pagetrie.engine.waiting import WaitingQueue, more_urgent
+from pagetrie.engine.waiting import more_urgent
 from pagetrie.kv import CacheLease, KVCache
 
 log = logging.getLogger(__name__)
@@ -101,7 +108,9 @@ class Scheduler:
         self._ageing_steps = ageing_steps
         self._max_bypass = max_bypass
         self.step = 0
-        self.waiting = WaitingQueue(cache)
+        # Tokens up to which the step may be filled in the present tenant's turn.
+        self._step_limit = max_step_tokens
+        self.waiting = FairQueue(cache)
         self.running: list[Sequence] = []
 
     def level(self, priority: int) -> int:
@@ -143,21 +152,53 @@ class Scheduler:
             elif remaining:
                 prompts.append(sequence)
         self.waiting.wake()
-        for sequence in prompts:
-            if self.waiting.any_ready:
-                self._admit(plan, before=sequence)
-            lease = sequence.lease
-            if lease is None:
-                continue
-            budget = (self._max_step_tokens - plan.tokens) // sequence.rows
-            count = min(len(sequence.ids) - lease.computed, budget)
-            if count > 0 and (not lease.extend(count) or self._make_room(sequence, lease, count, plan)):
-                plan.add(sequence, count)
-        if self.waiting.any_ready:
-            self._admit(plan)
+        self._take_turns(prompts, plan)
+        self.waiting.charge(plan.shares, plan.tokens)
         if not (plan.shares or self.running or plan.preempted) and len(self.waiting) and not self._on_its_way():
             self._recover(plan)
         return plan
+
+    def _take_turns(self, prompts: list[Sequence], plan: Schedule) -> None:
+        """Prompts in progress and admissions, tenant by tenant."""
+        lines = self.waiting.in_turn(self.running)
+        stuck = self._longest_stuck(lines) if len(lines) > 1 else None
+        if stuck is not None:
+            lines.sort(key=lambda line: line is not stuck)
+        of_first = 0.0
+        for line in lines:
+            self._step_limit = self._max_step_tokens
+            if of_first:
+                decodes = sum(
+                    count * s.rows for s, count in plan.shares.items() if s.started and _tenant(s) == line.name
+                )
+                allowance = max(0, int(of_first * line.weight) - decodes)
+                self._step_limit = min(self._max_step_tokens, plan.tokens + allowance)
+            before = plan.tokens
+            mine = prompts if len(lines) == 1 else [s for s in prompts if _tenant(s) == line.name]
+            self._take_turn(line, mine, plan, admits=stuck is None or line is stuck)
+            if not of_first and plan.tokens > before:
+                of_first = (plan.tokens - before) / line.weight
+
+    def _take_turn(self, line: Line, prompts: list[Sequence], plan: Schedule, *, admits: bool) -> None:
+        for sequence in prompts:
+            if admits and line.waiting.any_ready:
+                self._admit(plan, line, before=sequence)
+            lease = sequence.lease
+            if lease is None:
+                continue
+            budget = (self._step_limit - plan.tokens) // sequence.rows
+            count = min(len(sequence.ids) - lease.computed, budget)
+            if count > 0 and (not lease.extend(count) or self._make_room(sequence, lease, count, plan)):
+                plan.add(sequence, count)
+        if admits and line.waiting.any_ready:
+            self._admit(plan, line)
+
+    def _longest_stuck(self, lines: list[Line]) -> Line | None:
+        """The line whose first sequence has been first for longest, if that is too long."""
+        for line in lines:
+            line.look(self.step)
+        line = min(lines, key=lambda line: line.first_since)
+        return line if self.step - line.first_since >= self._ageing_steps else None
 
     def _on_its_way(self) -> bool:
         """Something comes from a tier below the pool, which sequences may wait for."""
@@ -168,14 +209,14 @@ class Scheduler:
         """Nothing runs, yet somebody waits: believe no counter and plan again."""
         wrong = self._cache.recount()
         self.waiting.forget()
-        self._admit(plan)
+        self._take_turns([], plan)
         for name, (was, now) in wrong.items():
             log.error(
                 "%d requests waited and none ran: the count of %s was %d, is %d", len(self.waiting), name, was, now
             )
         if plan.shares:
             log.error("the scheduler had come to a stop and goes on; %d requests wait", len(self.waiting))
-        elif not self._on_its_way() and (first := self.waiting.next()) is not None:
+        elif not self._on_its_way() and (first := self.waiting.first) is not None:
             log.error("a request finds no room, though nothing runs and %d pages are free", self._cache.available_pages)
             plan.stranded.append(first)
 
@@ -184,8 +225,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, lease: CacheLease, count: int, plan: Schedule) -> bool:
         """Get pages for ``count`` more tokens by preempting less valuable sequences, or else the sequence itself."""
         while missing := lease.extend(count):
-            own = value(sequence)
-            lesser = [other for other in self.running if other is not sequence and value(other) < own]
+            lesser = self._lesser(sequence)
             victims = choose_victims([(other, other.lease.sole_pages()) for other in lesser if other.lease], missing)
             if victims is None and is_guaranteed(sequence) and lesser:
                 # Pages shared by several of them come free with the last one.
@@ -204,6 +244,51 @@ class Scheduler:
                 self._preempt(victim, plan)
         return True
 
+    def _lesser(self, sequence: Sequence) -> list[Sequence]:
+        """Running sequences to preempt before this one: less valuable ones, and those of a tenant that has more."""
+        own, name = value(sequence), _tenant(sequence)
+        rivals = self._rivals(sequence, more=False)
+        return [
+            other
+            for other in self.running
+            if other is not sequence
+            and (
+                value(other) < own
+                if _tenant(other) == name or is_guaranteed(sequence) or is_guaranteed(other)
+                else other in rivals
+            )
+        ]
+
+    def _rivals(self, sequence: Sequence, *, more: bool) -> list[Sequence]:
+        """Sequences of the tenant with the largest dominant share, if without one it has no less than this tenant.
+
+        Args:
+            more: the sequence isn't running and would add to its tenant's share.
+        """
+        name, size = _tenant(sequence), self._cache.page_size
+        held: dict[str, list[Sequence]] = {}
+        for other in self.running:
+            held.setdefault(_tenant(other), []).append(other)
+        if not held.keys() - {name}:
+            return []
+
+        def share(sequences: list[Sequence], tokens: int = 0) -> float:
+            pages = {page for other in sequences if other.lease for page in other.lease.pages}
+            seats = sum(other.seats for other in sequences)
+            return max(seats / self._max_seats, (len(pages) + tokens / size) / self._cache.num_pages)
+
+        weights = {other: sequences[0].state.request.tenant.weight for other, sequences in held.items()}
+        shares = {other: share(sequences) / weights[other] for other, sequences in held.items()}
+        own = held.get(name, [])
+        mine = share([*own, sequence], len(sequence.ids) + 1) if more else share(own)
+        mine /= sequence.state.request.tenant.weight
+        top = max(held.keys() - {name}, key=lambda other: (shares[other], other))
+        return [
+            other
+            for other in held[top]
+            if not is_guaranteed(other) and shares[top] - share([other]) / weights[top] >= mine
+        ]
+
     def _loading(self) -> bool:
         """Pages are held by a load: they'll be there once it has ended."""
         return self._cache.transfers is not None and self._cache.transfers.loading_pages > 0
@@ -219,14 +304,14 @@ class Scheduler:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self, plan: Schedule, before: Sequence | None = None) -> None:
-        """Admit who waits, in order; with ``before``, only those more urgent than it.
+    def _admit(self, plan: Schedule, line: Line, before: Sequence | None = None) -> None:
+        """Admit who waits in a line, in order; with ``before``, only those more urgent than it.
 
         A sequence whose next page is being computed by a running one is set aside: it will hit that page soon.
         """
-        waiting, passed = self.waiting, list[Sequence]()
+        waiting, passed = line.waiting, list[Sequence]()
         seats, looks = self._free_seats(), 0
-        while plan.tokens < self._max_step_tokens:
+        while plan.tokens < self._step_limit:
             sequence = waiting.next(passed)
             # A victim of this very step leaves its pages to those it was preempted for.
             if sequence is None or sequence in plan.preempted:
@@ -253,7 +338,7 @@ class Scheduler:
                     plan.parked.append(sequence)
                     lease.close()
                     continue
-                fits = self._start(sequence, lease, plan)
+                fits = self._start(sequence, lease, line, plan)
                 looks += not fits
             if fits:
                 seats = self._free_seats()
@@ -275,10 +360,10 @@ class Scheduler:
             sequence.blocked_at = self.step
         return sequence.bypasses < self._max_bypass and self.step - sequence.blocked_at < self._ageing_steps
 
-    def _start(self, sequence: Sequence, lease: CacheLease, plan: Schedule) -> bool:
+    def _start(self, sequence: Sequence, lease: CacheLease, line: Line, plan: Schedule) -> bool:
         """Give a sequence a seat on this lease, or close the lease."""
         needed = self._missing_pages(sequence, lease)
-        count = min(len(sequence.ids) - lease.computed, self._max_step_tokens - plan.tokens)
+        count = min(len(sequence.ids) - lease.computed, self._step_limit - plan.tokens)
         if self.running and not self._clear_the_way(sequence, needed, plan):
             fits = False
         else:
@@ -287,7 +372,7 @@ class Scheduler:
             lease.close()
             sequence.look_again, sequence.pages_wanted = self.step + _STEPS_BETWEEN_LOOKS, needed
             return False
-        self.waiting.start(sequence)
+        line.waiting.start(sequence)
         sequence.lease = lease
         insort(self.running, sequence, key=_rank)
         plan.admitted.append(sequence)
@@ -328,12 +413,15 @@ class Scheduler:
 
     def _outranked(self, sequence: Sequence) -> list[Sequence]:
         """Running sequences whose seats and pages this one may take."""
-        priority = sequence.state.request.priority
+        priority, name = sequence.state.request.priority, _tenant(sequence)
         return [
             other
             for other in self.running
-            if other.state.request.priority > priority and more_urgent(sequence, other) and not is_guaranteed(other)
-        ]
+            if _tenant(other) == name
+            and other.state.request.priority > priority
+            and more_urgent(sequence, other)
+            and not is_guaranteed(other)
+        ] + self._rivals(sequence, more=True)
 
     def _open(self, sequence: Sequence) -> CacheLease:
         state = sequence.state
@@ -357,6 +445,10 @@ class Scheduler:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
         missing = max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
         return missing * sequence.rows + sequence.fork_pages
+
+
+def _tenant(sequence: Sequence) -> str:
+    return sequence.state.request.tenant.name
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

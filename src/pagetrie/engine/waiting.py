@@ -72,6 +72,11 @@ class WaitingQueue:
         """A victim waits for room (not for a page that someone computes)."""
         return bool(self._victims)
 
+    @property
+    def first(self) -> Sequence | None:
+        """Who is first by the order alone, whatever runs; None if nobody is ready."""
+        return next(iter(self._victims or self._fresh), None)
+
     def add(self, sequence: Sequence) -> None:
         """Take in a newcomer or a victim."""
         if sequence.preemptions:

@@ -61,6 +61,12 @@ class ContiguousCacheManager:
     def tree_size(self) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
 
+    def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
+        return 0
+
+    def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
+        """Nothing: nothing is shared."""
+
     @property
     def available_pages(self) -> int:
         return len(self._slots) * self._reservation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
@@ -39,6 +39,11 @@ class Diagnosis:
     elsewhere_tokens: int = 0
     below: str = ""
     below_tokens: int = 0
+
+    def after(self, tokens: int) -> Diagnosis:
+        """The same of a prompt with so many tokens more in front, all of which are stored."""
+        elsewhere = self.elsewhere_tokens + tokens if self.elsewhere else 0
+        return replace(self, matched=self.matched + tokens, elsewhere_tokens=elsewhere)
 
 
 class Below(Protocol):

@@ -11,6 +11,7 @@ from collections import Counter
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.page_tree import Node
+from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
 from pagetrie.kv.tokens import TOKEN_BYTES
 
@@ -56,11 +57,13 @@ class HoldBook:
     Args:
         index: the tree they stand on.
         limit: most pages that holds may pin together.
+        public: finds prefixes in the index.
     """
 
-    def __init__(self, index: RadixIndex | HashIndex, limit: int) -> None:
+    def __init__(self, index: RadixIndex | HashIndex, limit: int, public: PublicPrefixes) -> None:
         self.limit = limit
         self._index = index
+        self._public = public
         self._holds: dict[Hold, None] = {}
         # Page -> holds that stand on it. A pinned page keeps its number.
         self._holders: Counter[int] = Counter()
@@ -76,10 +79,10 @@ class HoldBook:
         Raises:
             HoldLimitError: more pages would be pinned than ``limit``; nothing has changed.
         """
-        match = self._index.match(namespace, tokens, len(tokens) // TOKEN_BYTES)
+        match = self._public.match(namespace, tokens, len(tokens) // TOKEN_BYTES)
         pages = match.pages
         length = len(pages) * self._index.page_size + match.partial_tokens
-        nodes = [match.node]
+        nodes = [match.node] if match.trunk is None else [match.node, match.trunk]
         if match.partial_owner is not None:
             nodes.append(match.partial_owner)
             pages = [*pages, match.partial_page]

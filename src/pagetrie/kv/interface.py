@@ -254,6 +254,17 @@ class KVCache(Protocol):
         """Namespaces, edges, edges without further ones and tokens that are stored. Walks the whole tree."""
         ...
 
+    def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
+        """Make a prefix public: all namespaces share its whole pages, whose namespace is this one.
+
+        What follows them stays private. Returns their number; 0 if it has none, or if nothing is shared here.
+        """
+        ...
+
+    def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
+        """Undo ``declare_public`` for what is opened from now on."""
+        ...
+
     @property
     def transfers(self) -> PageTransfers | None:
         """What moves pages to and from tiers; None if there are none."""

@@ -17,8 +17,9 @@ from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import CacheLease, CacheStats, PendingPage, ResetReport
 from pagetrie.kv.keys import ChainKeys
-from pagetrie.kv.page_tree import Node
+from pagetrie.kv.page_tree import Match, Node, root_of
 from pagetrie.kv.pool import PagePool
+from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
 
@@ -69,7 +70,8 @@ class CacheManager:
         )
         self.shares = index != "none"
         self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self.shares else 0
-        self._holds = HoldBook(self.index, self.hold_limit)
+        self._public = PublicPrefixes(self.index)
+        self._holds = HoldBook(self.index, self.hold_limit, self._public)
         self._copies: list[tuple[int, int]] = []
         self._copied_pages = 0
         # The next page of every lease that is computing known tokens: (node it follows, its tokens).
@@ -89,9 +91,10 @@ class CacheManager:
         packed = pack_tokens(tokens)
         lookup = lookup and self.shares
         limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
-        match = self.index.match(namespace, packed, limit)
+        match = self._public.match(namespace, packed, limit)
         self.index.pin(match.node)
         lease = Lease(self, packed, match.root, match.node, publish=publish and self.shares)
+        lease._stand_on(match)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
         lease.computed = len(match.pages) * self.page_size
@@ -104,7 +107,8 @@ class CacheManager:
             leader = self._computing.get((match.node, lease._next_page()))
             lease.awaits = leader[1] if leader else None
             if leader is None and self.transfers is not None:
-                lease.awaits = self.transfers.consider(match.root, match.node, match.pages, packed)
+                known, rest = lease._beyond_trunk(match.pages, packed)
+                lease.awaits = self.transfers.consider(match.root, match.node, known, rest)
         self._announce(lease)
         return lease
 
@@ -116,7 +120,14 @@ class CacheManager:
         return self._holds.give_up()
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
-        return self.index.stored_tokens(namespace, pack_tokens(tokens)) if self.shares else 0
+        return self._public.stored_tokens(namespace, pack_tokens(tokens)) if self.shares else 0
+
+    def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
+        """See ``KVCache.declare_public``."""
+        return self._public.declare(pack_tokens(tokens), namespace) if self.shares else 0
+
+    def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
+        self._public.withdraw(pack_tokens(tokens), namespace)
 
     def diagnose(
         self, tokens: Sequence[int], namespace: bytes = b"", others: Mapping[str, bytes] | None = None
@@ -124,7 +135,13 @@ class CacheManager:
         """See ``KVCache.diagnose``."""
         if not self.shares:
             return None
-        return diagnose(self.index, self.evictions, tokens, namespace, others or {}, self.transfers)
+        place = self._public.place(pack_tokens(tokens), len(tokens))
+        shared = len(place.shared) // TOKEN_BYTES
+        if shared and self.index.stored_tokens(place.namespace, place.shared) < shared:
+            return diagnose(self.index, self.evictions, tokens[: shared + 1], place.namespace, {}, self.transfers)
+        where = {name: place.private(other) for name, other in (others or {}).items()}
+        found = diagnose(self.index, self.evictions, tokens[shared:], place.private(namespace), where, self.transfers)
+        return found.after(shared)
 
     def tree_size(self) -> tuple[int, int, int, int]:
         return self.index.size()
@@ -193,16 +210,19 @@ class CacheManager:
         """Pages that are held by these leases together and by nobody else."""
         private = Counter(page for lease in leases for page in lease.pages[lease._indexed :])
         sole = sum(self.pool.references[page] == count for page, count in private.items())
-        index, root = self.index, leases[0]._root
-        pinned = [node for lease in leases for node in (lease._node, lease._partial and lease._partial[1]) if node]
-        index.pin(root)  # the tree must not be taken down meanwhile
+        index, roots = self.index, {root_of(node) for node in (leases[0]._root, leases[0]._trunk) if node}
+        held = ((lease._node, lease._trunk, lease._partial and lease._partial[1]) for lease in leases)
+        pinned = [node for nodes in held for node in nodes if node]
+        for root in roots:  # no tree must be taken down meanwhile
+            index.pin(root)
         before = index.cached_pages
         for node in pinned:
             index.unpin(node)
         sole += index.cached_pages - before
         for node in pinned:
             index.pin(node)
-        index.unpin(root)
+        for root in roots:
+            index.unpin(root)
         return sole
 
     def _evicting(self, node: Node, count: int) -> None:
@@ -252,11 +272,14 @@ class Lease:
         "_manager",
         "_node",
         "_partial",
+        "_private",
         "_prompt_tokens",
+        "_public_pages",
         "_publish",
         "_room",
         "_root",
         "_tokens",
+        "_trunk",
         "awaits",
         "cached_tokens",
         "closed",
@@ -276,6 +299,10 @@ class Lease:
         self._publish = publish
         self._indexed = 0
         self._prompt_tokens = len(tokens) // TOKEN_BYTES
+        # The first so many pages are public; past them stands the pinned node at their end, and the namespace changes.
+        self._public_pages = 0
+        self._private = b""
+        self._trunk: Node | None = None
         # A partial hit: the page to copy on the first write, and the node pinned for it.
         self._partial: tuple[int, Node] | None = None
         # Positions below this can be written without another thought; 0 while a shared page must be checked for.
@@ -294,6 +321,20 @@ class Lease:
     def __len__(self) -> int:
         """Known tokens."""
         return len(self._tokens) // TOKEN_BYTES
+
+    def _stand_on(self, match: Match) -> None:
+        """Take over what a match says of a public prefix."""
+        self._public_pages, self._private, self._trunk = match.public_pages, match.private, match.trunk
+        if self._trunk is not None:
+            self._manager.index.pin(self._trunk)
+
+    def _beyond_trunk(self, pages: list[int], tokens: bytes) -> tuple[list[int], bytes]:
+        """Of pages and tokens from the start, those of the namespace that the lease stands in now."""
+        own = self._manager.index.page_bytes * self._public_pages
+        if self._trunk is not None:
+            return pages[self._public_pages :], tokens[own:]
+        # One token more, since the last one is always left to compute.
+        return pages, tokens[: own + TOKEN_BYTES] if self._public_pages else tokens
 
     def extend(self, count: int) -> int:
         end = self.computed + count
@@ -357,9 +398,19 @@ class Lease:
                 self._publish_pages(full)
 
     def _publish_pages(self, full: int) -> None:
-        manager, index, first = self._manager, self._manager.index, self._indexed
         if self._is_forgotten():
             return
+        if self._indexed < self._public_pages:
+            self._publish_run(min(full, self._public_pages))
+            if self._indexed == self._public_pages:
+                self._leave_trunk()
+        if self._publish and full > self._indexed:
+            self._publish_run(full)
+        self._manager._announce(self)
+
+    def _publish_run(self, full: int) -> None:
+        """Publish pages up to number ``full`` in the namespace that the lease stands in."""
+        manager, index, first = self._manager, self._manager.index, self._indexed
         mine = self.pages[first:full]
         tokens = bytes(self._tokens[first * index.page_bytes : full * index.page_bytes])
         if not len(tokens) == len(mine) * index.page_bytes == (full - first) * index.page_bytes:
@@ -373,14 +424,20 @@ class Lease:
         self._indexed += len(kept)
         manager.pool.release([own for own, page in zip(mine, kept, strict=False) if own != page])
         if manager.transfers is not None:
-            manager.transfers.published(self._root, self.pages[first - 1] if first else None, tokens, kept)
+            begin = self._public_pages if self._trunk is not None else 0
+            manager.transfers.published(self._root, self.pages[first - 1] if first > begin else None, tokens, kept)
         if node is not self._node:
             index.pin(node)
             index.unpin(self._node)
             self._node = node
         if len(kept) < len(mine):
             self._publish = False
-        manager._announce(self)
+
+    def _leave_trunk(self) -> None:
+        """All public pages are there; go on in the prompt's own namespace. The pin on the last of them stays."""
+        self._trunk = self._node
+        self._root = self._node = self._manager.index.root(self._private)
+        self._manager.index.pin(self._node)
 
     def _is_forgotten(self) -> bool:
         """The tree this lease stands on was dropped by a reset: publish nothing more."""
@@ -395,7 +452,8 @@ class Lease:
             return manager._sole_pages([self, *(lease for lease in siblings if isinstance(lease, Lease))])
         references = manager.pool.references
         private = sum(references[page] == 1 for page in self.pages[self._indexed :])
-        return private + manager.index.solely_pinned(self._node, self._partial and self._partial[1])
+        trunk = 0 if self._trunk is None else manager.index.solely_pinned(self._trunk, None)
+        return private + trunk + manager.index.solely_pinned(self._node, self._partial and self._partial[1])
 
     def fork(self) -> Lease:
         manager = self._manager
@@ -409,7 +467,10 @@ class Lease:
         child._indexed = self._indexed
         child._copy_pending = self._copy_pending
         child._partial = self._partial
+        child._public_pages, child._private, child._trunk = self._public_pages, self._private, self._trunk
         manager.index.pin(child._node)
+        if child._trunk is not None:
+            manager.index.pin(child._trunk)
         if child._partial is not None:
             manager.index.pin(child._partial[1])
         manager.pool.share(child.pages[child._indexed :])
@@ -437,7 +498,12 @@ class Lease:
         index.touch(self._node, use)
         if manager.transfers is not None and self._indexed and not self._root.dead:
             manager.transfers.used(self.pages[self._indexed - 1])
+            if self._trunk is not None:
+                manager.transfers.used(self.pages[self._public_pages - 1])
         index.unpin(self._node)
+        if self._trunk is not None:
+            index.touch(self._trunk, None)
+            index.unpin(self._trunk)
         self.pages = []
         self._room = 0
 

@@ -44,6 +44,12 @@ class MeteredCache:
     def tree_size(self) -> tuple[int, int, int, int]:
         return self._cache.tree_size()
 
+    def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
+        return self._cache.declare_public(tokens, namespace)
+
+    def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
+        self._cache.withdraw_public(tokens, namespace)
+
     @property
     def available_pages(self) -> int:
         return self._cache.available_pages

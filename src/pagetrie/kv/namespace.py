@@ -22,19 +22,24 @@ def encode_namespace(parts: Mapping[str, Part]) -> bytes:
     Raises:
         TypeError: a value is of another type (bool included: say 0 or 1).
     """
-    out = bytearray(_VERSION)
-    for kind in sorted(parts):
-        value = parts[kind]
-        name = kind.encode()
-        if value is None:
-            tag, body = b"n", b""
-        elif isinstance(value, str):
-            tag, body = b"s", value.encode("utf-8", "surrogatepass")
-        elif isinstance(value, bytes):
-            tag, body = b"b", value
-        elif isinstance(value, int) and not isinstance(value, bool):
-            tag, body = b"i", str(value).encode()
-        else:
-            raise TypeError(f"namespace part {kind!r} has unsupported type {type(value).__name__}")
-        out += pack("<I", len(name)) + name + tag + pack("<Q", len(body)) + body
-    return bytes(out)
+    return _VERSION + b"".join(_frame(kind, parts[kind]) for kind in sorted(parts))
+
+
+def extend_namespace(namespace: bytes, kind: str, value: Part) -> bytes:
+    """A namespace with one more part, which must sort after all that it has."""
+    return namespace + _frame(kind, value)
+
+
+def _frame(kind: str, value: Part) -> bytes:
+    name = kind.encode()
+    if value is None:
+        tag, body = b"n", b""
+    elif isinstance(value, str):
+        tag, body = b"s", value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, bytes):
+        tag, body = b"b", value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        tag, body = b"i", str(value).encode()
+    else:
+        raise TypeError(f"namespace part {kind!r} has unsupported type {type(value).__name__}")
+    return pack("<I", len(name)) + name + tag + pack("<Q", len(body)) + body

@@ -75,10 +75,21 @@ class Node:
 class Match:
     """A matched prefix: full ``pages`` from ``root`` to ``node``, then ``partial_tokens`` tokens of ``partial_page``.
 
-    ``partial_owner`` is the node that owns that page, None without a partial match.
+    ``partial_owner`` is the node that owns that page, None without a partial match. The last three are for prompts
+    that begin with a public prefix; see ``PublicPrefixes.match``.
     """
 
-    __slots__ = ("node", "pages", "partial_owner", "partial_page", "partial_tokens", "root")
+    __slots__ = (
+        "node",
+        "pages",
+        "partial_owner",
+        "partial_page",
+        "partial_tokens",
+        "private",
+        "public_pages",
+        "root",
+        "trunk",
+    )
 
     def __init__(self, root: Node) -> None:
         self.root = root
@@ -87,6 +98,9 @@ class Match:
         self.partial_page = -1
         self.partial_tokens = 0
         self.partial_owner: Node | None = None
+        self.trunk: Node | None = None
+        self.public_pages = 0
+        self.private = b""
 
 
 class PageNamer(Protocol):
@@ -251,6 +265,8 @@ class PageTree:
 
     def _add_child(self, node: Node, tokens: bytes, pages: list[int]) -> Node:
         """Hang new pages below ``node``, replacing a partial leaf that they make superfluous."""
+        if node.parent is not None and not node.children and not is_active(node):
+            self.policy.remove(node)  # stored by one who left: a leaf no more
         self.pool.give_to_index(pages)
         key = tokens[: self.page_bytes]
         child = Node(node, tokens, pages, node.start + len(node.pages), key)
@@ -387,6 +403,13 @@ class PageTree:
         assert self.pool.state.count(INDEXED) == len(pages)
         assert active_pages == self.active_pages
         assert evictable == self.policy.queued(), "what may be evicted isn't what is queued for it"
+
+
+def root_of(node: Node) -> Node:
+    """The root above a node, or itself."""
+    while node.parent is not None:
+        node = node.parent
+    return node
 
 
 def walk(root: Node) -> Iterator[Node]:

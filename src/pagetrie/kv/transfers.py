@@ -32,6 +32,7 @@ from pagetrie.kv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from pagetrie.kv.manager import CacheManager
+    from pagetrie.kv.tiers.sealed import Keyring
 
 PUBLISH_PAGES = 32
 """Those who wait are woken when so many more pages have arrived, or all."""
@@ -117,13 +118,15 @@ class Transfers:
     Args:
         stack: the tiers.
         keys: how pages are named.
+        keyring: if tiers seal their pages, learns of their namespaces.
 
     Attributes:
         stats: counts.
     """
 
-    def __init__(self, stack: TierStack, keys: ChainKeys) -> None:
+    def __init__(self, stack: TierStack, keys: ChainKeys, keyring: Keyring | None = None) -> None:
         self.stack = stack
+        self._keyring = keyring
         self.stats = TransferStats()
         self._keys = keys
         self._clock = stack.clock
@@ -160,6 +163,8 @@ class Transfers:
                 self._roots.clear()
             key = self._roots[namespace] = self._keys.root(namespace + self._epoch)
             self.stack.name_namespace(key, namespace + self._epoch)
+            if self._keyring is not None:
+                self._keyring.note(key, namespace)
         return key
 
     def _refs(self, namespace: bytes, parent: bytes, tokens: bytes) -> Iterator[PageRef]:

@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
 from pagetrie.errors import PagetrieError
-from pagetrie.server import chat, completions, contexts, explain, tokenization
+from pagetrie.server import chat, completions, contexts, explain, openapi, public_prefixes, tokenization
+from pagetrie.server.auth import Access, Authentication
 from pagetrie.server.context import HttpError, ServerContext
 from pagetrie.server.disconnect import ClientGoneError
 from pagetrie.server.engine_api import Engine
@@ -23,6 +24,8 @@ from pagetrie.server.errors import http_error, is_expected, model_not_found, to_
 from pagetrie.server.logprobs import TokenNames
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.middleware import AccessLog, BodyLimit, logger
+from pagetrie.server.public_prefixes import declare_all
+from pagetrie.server.quota import Quotas
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 from pagetrie.server.warm import WarmPrompt, warm_up
 from pagetrie.server.workers import WorkerPool
@@ -45,6 +48,9 @@ def create_app(
     system_fingerprint: str | None = None,
     context_ttl: float = 600.0,
     warm: Sequence[WarmPrompt] = (),
+    public: Sequence[list[int]] = (),
+    access: Access | None = None,
+    quotas: Quotas | None = None,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> FastAPI:
@@ -62,7 +68,10 @@ def create_app(
         prepare_threads: threads that parse, render and tokenise ordinary requests.
         system_fingerprint: told in every answer.
         warm: prompts to compute before the application is ready.
+        public: token ids of prefixes that all tenants share; computed before that too.
         context_ttl: seconds that a context lives after its last use unless it asks for another number.
+        access: who may call; if None, anybody, as the one local tenant.
+        quotas: what tenants have used of their limits.
         clock: seconds since the epoch, for ``created``.
         new_id: the random part of request ids.
     """
@@ -82,13 +91,17 @@ def create_app(
         workers=WorkerPool(prepare_threads),
         names=TokenNames(tokenizer),
         context_ttl=context_ttl,
+        quotas=quotas or Quotas(),
     )
+    if access is not None:
+        metrics.registry.register(context.quotas)
     metrics.bind(loop.snapshot, loop.transfer_report)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         loop.start()
         try:
+            await declare_all(context, public)
             await warm_up(context, warm)
             yield
         finally:
@@ -99,11 +112,14 @@ def create_app(
     app = FastAPI(title="pagetrie", version=context.version, lifespan=lifespan, openapi_url=None)
     app.state.context = context
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(Authentication, access=access or Access())
     app.add_middleware(AccessLog)
     _add_error_handlers(app)
     _add_generation_routes(app, context)
     _add_context_routes(app, context)
+    _add_admin_routes(app, context)
     _add_service_routes(app, context)
+    _add_description(app, context, keys=access is not None)
     return app
 
 
@@ -155,6 +171,20 @@ def _add_context_routes(app: FastAPI, context: ServerContext) -> None:
         return await contexts.append(context, request, context_id)
 
 
+def _add_admin_routes(app: FastAPI, context: ServerContext) -> None:
+    @app.post("/v1/admin/public_prefixes")
+    async def create(request: Request) -> Response:
+        return await public_prefixes.create(context, request)
+
+    @app.get("/v1/admin/public_prefixes")
+    async def show_all() -> Response:
+        return await public_prefixes.show_all(context)
+
+    @app.delete("/v1/admin/public_prefixes/{name}")
+    async def delete(name: str) -> Response:
+        return await public_prefixes.delete(context, name)
+
+
 def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
     def model_card(name: str) -> dict[str, object]:
         return {
@@ -201,6 +231,14 @@ def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
         context.check_available()
         report = await context.loop.reset_prefix_cache()
         return JSONResponse({"freed_pages": report.freed_pages, "busy_pages": report.busy_pages})
+
+
+def _add_description(app: FastAPI, context: ServerContext, *, keys: bool) -> None:
+    described = openapi.describe(app.routes, context.version, keys=keys)
+
+    @app.get("/openapi.json")
+    async def description() -> Response:
+        return JSONResponse(described)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.params import SamplingParams
+from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.contexts import start_chat
@@ -23,28 +24,31 @@ from pagetrie.server.sse import EventStream, encode, event
 
 async def chat_completions(context: ServerContext, http: HttpRequest) -> Response:
     """Answer a conversation, whole or as a stream of chunks."""
+    caller = context.caller(http)
     body = await read_json_body(http)
-    context.check_available()
     request_id = f"chatcmpl-{context.new_id()}"
-    return await unless_disconnected(http.receive, _answer(context, body, request_id))
+    return await unless_disconnected(http.receive, _answer(context, body, request_id, caller))
 
 
-async def _answer(context: ServerContext, body: bytes, request_id: str) -> Response:
+async def _answer(context: ServerContext, body: bytes, request_id: str, caller: Caller) -> Response:
     request, params, prompt, model = await context.workers.run(len(body), lambda: _prepare(context, body))
     use = None
     if prompt is None:
-        start = await start_chat(context, request)
+        start = await start_chat(context, caller, request)
         prompt, use = start.prompt, start.use
     outputs = await context.submit(
         request_id,
         [prompt],
         params,
+        caller,
         request.cache_salt,
         use,
         priority=request.priority or 0,
         timeout=request.timeout,
     )
-    explained = Explained(context, request_id, outputs, request.cache_salt) if request.explain_cache else None
+    explained = (
+        Explained(context, request_id, outputs, caller.owner(request.cache_salt)) if request.explain_cache else None
+    )
     if request.stream:
         head = context.head("chat.completion.chunk", request_id, model)
         with_logprobs = params.logprobs is not None

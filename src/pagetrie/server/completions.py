@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.params import SamplingParams
+from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect, likeliest
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.contexts import start_completion
@@ -25,17 +26,17 @@ from pagetrie.server.sse import EventStream, encode, event
 
 async def completions(context: ServerContext, http: HttpRequest) -> Response:
     """Complete one prompt or several; choice ``i`` of prompt ``p`` has index ``p * n + i``."""
+    caller = context.caller(http)
     body = await read_json_body(http)
-    context.check_available()
     request_id = f"cmpl-{context.new_id()}"
-    return await unless_disconnected(http.receive, _answer(context, body, request_id))
+    return await unless_disconnected(http.receive, _answer(context, body, request_id, caller))
 
 
-async def _answer(context: ServerContext, body: bytes, request_id: str) -> Response:
+async def _answer(context: ServerContext, body: bytes, request_id: str, caller: Caller) -> Response:
     request, params, prompts, model = await context.workers.run(len(body), lambda: _prepare(context, body))
     use = None
     if request.context is not None:
-        start = await start_completion(context, request, params.skip_special_tokens)
+        start = await start_completion(context, caller, request, params.skip_special_tokens)
         prompts, use = [start.prompt], start.use
     echo = _Echo(prompts, params.n) if request.echo else None
     # To rank choices, their log-probabilities are needed.
@@ -44,13 +45,16 @@ async def _answer(context: ServerContext, body: bytes, request_id: str) -> Respo
         request_id,
         prompts,
         drawn,
+        caller,
         request.cache_salt,
         use,
         priority=request.priority or 0,
         timeout=request.timeout,
     )
     count = len(prompts) * params.n
-    explained = Explained(context, request_id, outputs, request.cache_salt) if request.explain_cache else None
+    explained = (
+        Explained(context, request_id, outputs, caller.owner(request.cache_salt)) if request.explain_cache else None
+    )
     if request.stream:
         head = context.head("text_completion", request_id, model)
         events = _events(context, outputs, head, params, count, echo, request.include_usage)

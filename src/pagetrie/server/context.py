@@ -14,12 +14,14 @@ from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.errors import EngineError, InvalidRequestError
+from pagetrie.server.auth import Caller, caller
 from pagetrie.server.engine_api import Engine, Source
 from pagetrie.server.errors import ServerStoppingError, http_error, model_not_found
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.logprobs import TokenNames
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.prompts import Prompt
+from pagetrie.server.quota import Quotas
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 from pagetrie.server.workers import WorkerPool
 
@@ -53,6 +55,7 @@ class ServerContext:
     workers: WorkerPool
     names: TokenNames
     context_ttl: float
+    quotas: Quotas
     stopping: bool = False
 
     def check_available(self) -> None:
@@ -65,6 +68,17 @@ class ServerContext:
             raise ServerStoppingError
         if not self.loop.is_alive():
             raise EngineError("the engine is not running")
+
+    def caller(self, http: HttpRequest) -> Caller:
+        """Who asks for work, if the server takes any and the caller is within its limits.
+
+        Raises:
+            ServerStoppingError, EngineError, RateLimitError
+        """
+        self.check_available()
+        asking = caller(http)
+        self.quotas.check(asking)
+        return asking
 
     def check_model(self, name: str | None) -> str:
         """The name to answer under: the one asked for, or the model's own.
@@ -93,6 +107,7 @@ class ServerContext:
         request_id: str,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        caller: Caller,
         salt: str | None,
         use: ContextUse | None = None,
         *,
@@ -102,10 +117,12 @@ class ServerContext:
         """Queue all prompts of an API request, or none. ``use`` is the context that its one prompt starts from.
 
         Raises:
+            RateLimitError: they would take the caller over its limits.
             InvalidRequestError, QueueFullError, EngineError: from the engine.
             ServerStoppingError: going down.
         """
         self.check_available()
+        ticket = self.quotas.admit(caller, len(prompts), sum(len(prompt.ids) for prompt in prompts))
         sources: list[Source] = []
         try:
             for i, prompt in enumerate(prompts):
@@ -113,6 +130,7 @@ class ServerContext:
                     request_id=f"{request_id}-{i}",
                     prompt_ids=prompt.ids,
                     params=params,
+                    tenant=caller.tenant,
                     namespace_salt=salt or "",
                     priority=priority,
                     timeout=timeout,
@@ -120,9 +138,10 @@ class ServerContext:
                 )
                 sources.append(await self.loop.submit(request))
         except BaseException:
+            ticket.close()
             await asyncio.gather(*(source.aclose() for source in sources))
             raise
-        return OutputStream(sources, params.n)
+        return OutputStream(sources, params.n, ticket)
 
     async def usage(self) -> CacheUsage | None:
         """The memory's numbers of now; None if the engine doesn't get to it soon (a step may take a while)."""

@@ -14,7 +14,9 @@ from pagetrie.engine.contexts import Context
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse
+from pagetrie.engine.tenant import Owner
 from pagetrie.errors import InvalidRequestError, PagetrieError
+from pagetrie.server.auth import Caller, caller
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.disconnect import unless_disconnected
@@ -38,22 +40,22 @@ class Start:
 
 async def create(context: ServerContext, http: HttpRequest) -> Response:
     """Compute a prompt or messages and keep them."""
+    caller = context.caller(http)
     body = await read_json_body(http)
-    context.check_available()
-    return await unless_disconnected(http.receive, _create(context, body))
+    return await unless_disconnected(http.receive, _create(context, caller, body))
 
 
 async def append(context: ServerContext, http: HttpRequest, context_id: str) -> Response:
     """Compute more of a context."""
+    caller = context.caller(http)
     body = await read_json_body(http)
-    context.check_available()
-    return await unless_disconnected(http.receive, _append(context, body, context_id))
+    return await unless_disconnected(http.receive, _append(context, caller, body, context_id))
 
 
 async def fork(context: ServerContext, http: HttpRequest, context_id: str) -> Response:
     """Contexts that stand where this one stands."""
     request = ForkRequest.parse(await read_json_body(http))
-    owner = request.cache_salt or ""
+    owner = caller(http).owner(request.cache_salt)
 
     def work(engine: Engine) -> list[dict[str, Any]]:
         forks = engine.contexts.fork(owner, context_id, 1 if request.n is None else request.n, ttl=request.ttl)
@@ -85,13 +87,13 @@ async def delete(context: ServerContext, http: HttpRequest, context_id: str) -> 
 # -- generation on a context ------------------------------------------------------------------------------------------
 
 
-async def start_chat(context: ServerContext, request: ChatRequest) -> Start:
+async def start_chat(context: ServerContext, caller: Caller, request: ChatRequest) -> Start:
     """The prompt of a chat that goes on from a context: its messages, then the request's.
 
     Raises:
         InvalidRequestError: 404; 409 if another request appends to it; the context was made from a plain prompt.
     """
-    ids, note, use = await _begin(context, request.context, request.cache_salt, bool(request.append))
+    ids, note, use = await _begin(context, request.context, caller.owner(request.cache_salt), bool(request.append))
     chat = _transcript(note, f"use /v1/completions on context '{use.id}'")
     variables = template_variables(request)
     if variables or chat_tools(request.tools):
@@ -105,13 +107,15 @@ async def start_chat(context: ServerContext, request: ChatRequest) -> Start:
     return Start(Prompt(ids, chat.text), replace(use, note=note_of))
 
 
-async def start_completion(context: ServerContext, request: CompletionRequest, skip_special: bool) -> Start:
+async def start_completion(
+    context: ServerContext, caller: Caller, request: CompletionRequest, skip_special: bool
+) -> Start:
     """The prompt of a completion that goes on from a context: its tokens, then the request's prompt, if there is one.
 
     Raises:
         InvalidRequestError: 404; 409 if another request appends to it; several prompts.
     """
-    ids, _, use = await _begin(context, request.context, request.cache_salt, bool(request.append))
+    ids, _, use = await _begin(context, request.context, caller.owner(request.cache_salt), bool(request.append))
 
     def prepare() -> Prompt:
         every = [*ids, *one_prompt(request.prompt, context.tokenizer, add_special=False)]
@@ -121,10 +125,9 @@ async def start_completion(context: ServerContext, request: CompletionRequest, s
 
 
 async def _begin(
-    context: ServerContext, context_id: str | None, salt: str | None, append: bool
+    context: ServerContext, context_id: str | None, owner: Owner, append: bool
 ) -> tuple[list[int], object, ContextUse]:
     assert context_id is not None
-    owner = salt or ""
 
     def look(engine: Engine) -> tuple[list[int], object, ContextUse]:
         found = engine.contexts.get(owner, context_id)
@@ -139,7 +142,7 @@ async def _begin(
 # -- the work ---------------------------------------------------------------------------------------------------------
 
 
-async def _create(context: ServerContext, body: bytes) -> Response:
+async def _create(context: ServerContext, caller: Caller, body: bytes) -> Response:
     def prepare() -> tuple[CreateRequest, list[int], Transcript | None]:
         request = CreateRequest.parse(body)
         context.check_model(request.model)
@@ -150,11 +153,11 @@ async def _create(context: ServerContext, body: bytes) -> Response:
         return request, ids, chat
 
     request, ids, chat = await context.workers.run(len(body), prepare)
-    owner = request.cache_salt or ""
+    owner = caller.owner(request.cache_salt)
     ttl = context.context_ttl if request.ttl is None else request.ttl
-    made = await _ask(context, lambda engine: engine.contexts.create(owner, ids, salt=owner, ttl=ttl, note=chat))
+    made = await _ask(context, lambda engine: engine.contexts.create(owner, ids, ttl=ttl, note=chat))
     try:
-        usage = await _prefill(context, Prompt(ids, ""), ContextUse(made.id, owner), owner)
+        usage = await _prefill(context, caller, Prompt(ids, ""), ContextUse(made.id, owner))
         described = await _ask(context, lambda engine: _secured(engine, made))
     except BaseException:
         with contextlib.suppress(PagetrieError):
@@ -163,9 +166,10 @@ async def _create(context: ServerContext, body: bytes) -> Response:
     return JSONResponse({**described, "usage": usage})
 
 
-async def _append(context: ServerContext, body: bytes, context_id: str) -> Response:
+async def _append(context: ServerContext, caller: Caller, body: bytes, context_id: str) -> Response:
     request = await context.workers.run(len(body), lambda: AppendRequest.parse(body))
-    ids, note, use = await _begin(context, context_id, request.cache_salt, True)
+    owner = caller.owner(request.cache_salt)
+    ids, note, use = await _begin(context, context_id, owner, True)
 
     def prepare() -> tuple[list[int], Transcript | None]:
         if request.messages is None:
@@ -175,13 +179,13 @@ async def _append(context: ServerContext, body: bytes, context_id: str) -> Respo
 
     ids, chat = await context.workers.run(len(body), prepare)
     use = replace(use, note=lambda _: chat)
-    usage = await _prefill(context, Prompt(ids, ""), use, request.cache_salt or "")
-    described = await _ask(context, lambda engine: _describe(engine, engine.contexts.get(use.owner, context_id)))
+    usage = await _prefill(context, caller, Prompt(ids, ""), use)
+    described = await _ask(context, lambda engine: _describe(engine, engine.contexts.get(owner, context_id)))
     return JSONResponse({**described, "usage": usage})
 
 
-async def _prefill(context: ServerContext, prompt: Prompt, use: ContextUse, salt: str) -> dict[str, object]:
-    outputs = await context.submit(f"ctxreq-{context.new_id()}", [prompt], PREFILL, salt, use)
+async def _prefill(context: ServerContext, caller: Caller, prompt: Prompt, use: ContextUse) -> dict[str, object]:
+    outputs = await context.submit(f"ctxreq-{context.new_id()}", [prompt], PREFILL, caller, use.owner.salt, use)
     try:
         await collect(outputs, 1)
         return outputs.usage()
@@ -228,8 +232,8 @@ async def _ask(context: ServerContext, question: Callable[[Engine], Any]) -> Any
     return await context.loop.ask(question)
 
 
-def _owner(http: HttpRequest) -> str:
-    return http.query_params.get("cache_salt", "")
+def _owner(http: HttpRequest) -> Owner:
+    return caller(http).owner(http.query_params.get("cache_salt"))
 
 
 def _list(described: list[dict[str, Any]]) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from math import ceil
 
 from starlette.responses import Response
 
@@ -17,7 +18,26 @@ from pagetrie.errors import (
 )
 
 RETRY_AFTER_SECONDS = 1
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+HTTP_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    431: "request_head_too_large",
+}
+
+
+class RateLimitError(PagetrieError):
+    """A tenant is at one of its limits (HTTP 429).
+
+    Attributes:
+        retry_after: whole seconds after which it may try again, at least 1.
+    """
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = max(1, ceil(retry_after))
 
 
 class ServerStoppingError(PagetrieError):
@@ -58,6 +78,9 @@ def to_api_error(error: BaseException) -> ApiError:
         case QueueFullError():
             retry = {"retry-after": str(RETRY_AFTER_SECONDS)}
             return ApiError(429, str(error), "rate_limit_error", None, "rate_limit_exceeded", retry)
+        case RateLimitError():
+            retry = {"retry-after": str(error.retry_after)}
+            return ApiError(429, str(error), "rate_limit_error", None, "rate_limit_exceeded", retry)
         case HoldLimitError():
             return ApiError(429, str(error), "rate_limit_error", None, "pinned_pages_limit")
         case ServerStoppingError():
@@ -75,7 +98,13 @@ def to_api_error(error: BaseException) -> ApiError:
 def is_expected(error: BaseException) -> bool:
     """Whether an exception is the client's business or a known state; others belong in the log with a traceback."""
     return isinstance(
-        error, InvalidRequestError | HoldLimitError | QueueFullError | DeadlineExceededError | ServerStoppingError
+        error,
+        InvalidRequestError
+        | HoldLimitError
+        | QueueFullError
+        | RateLimitError
+        | DeadlineExceededError
+        | ServerStoppingError,
     )
 
 

@@ -10,8 +10,10 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie.engine.cache_records import CacheRecord
 from pagetrie.engine.engine import Engine
+from pagetrie.engine.tenant import Owner
 from pagetrie.errors import InvalidRequestError
 from pagetrie.kv.tokens import unpack_tokens
+from pagetrie.server.auth import caller
 from pagetrie.server.context import ServerContext
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.metrics import POOL
@@ -23,22 +25,22 @@ from pagetrie.text.prompt_diff import Part, advice_on, describe_part
 async def show(context: ServerContext, http: HttpRequest, request_id: str) -> Response:
     """A recent request's explanation."""
     context.check_available()
-    salt = http.query_params.get("cache_salt", "")
-    return JSONResponse(await _explain(context, request_id, salt, MAX_PROMPTS))
+    owner = caller(http).owner(http.query_params.get("cache_salt"))
+    return JSONResponse(await _explain(context, request_id, owner, MAX_PROMPTS))
 
 
 class Explained:
     """The explanation that an API request asked for along with its answer."""
 
-    def __init__(self, context: ServerContext, request_id: str, outputs: OutputStream, salt: str | None) -> None:
+    def __init__(self, context: ServerContext, request_id: str, outputs: OutputStream, owner: Owner) -> None:
         self._context = context
         self._request_id = request_id
-        self._salt = salt or ""
+        self._owner = owner
         self._prompts = len(outputs.prompts)
 
     async def fields(self) -> dict[str, Any]:
         """What it adds to the answer."""
-        return {"explain_cache": await _explain(self._context, self._request_id, self._salt, self._prompts)}
+        return {"explain_cache": await _explain(self._context, self._request_id, self._owner, self._prompts)}
 
     async def after(self, events: AsyncGenerator[bytes, None], head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """A stream's events, then one without choices that carries the explanation."""
@@ -47,7 +49,7 @@ class Explained:
         yield event({**head, "choices": [], **await self.fields()})
 
 
-async def _explain(context: ServerContext, request_id: str, salt: str, prompts: int) -> dict[str, Any]:
+async def _explain(context: ServerContext, request_id: str, owner: Owner, prompts: int) -> dict[str, Any]:
     """Explain every prompt of an API request, at most ``prompts`` of them.
 
     Raises:
@@ -56,10 +58,10 @@ async def _explain(context: ServerContext, request_id: str, salt: str, prompts: 
 
     def look(engine: Engine) -> tuple[list[CacheRecord], float]:
         records = engine.cache_records
-        found = [records.get(salt, f"{request_id}-0")]
+        found = [records.get(owner, f"{request_id}-0")]
         for number in range(1, prompts):
             try:
-                found.append(records.get(salt, f"{request_id}-{number}"))
+                found.append(records.get(owner, f"{request_id}-{number}"))
             except InvalidRequestError:
                 break
         return found, records.now()

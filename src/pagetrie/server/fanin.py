@@ -12,6 +12,7 @@ from pagetrie.errors import EngineError
 from pagetrie.server.disconnect import cancel_and_wait
 from pagetrie.server.engine_api import Source
 from pagetrie.server.errors import ServerStoppingError
+from pagetrie.server.quota import Ticket
 
 TIERS = ("ram", "disk", "store")
 """Below the pool, as named in usage."""
@@ -33,13 +34,14 @@ class OutputStream:
 
     Iterating gives lists of deltas, at most one per choice; choice ``i`` of prompt ``p`` has index ``p * n + i``.
     Outputs are taken from the engine as they come and joined per choice until the consumer asks, so a slow client
-    costs no more memory than its finished text, and slows nobody down.
+    costs no more memory than its finished text, and slows nobody down. ``ticket`` is closed with it.
     """
 
-    def __init__(self, sources: Sequence[Source], n: int) -> None:
+    def __init__(self, sources: Sequence[Source], n: int, ticket: Ticket | None = None) -> None:
         self.prompts = [PromptState() for _ in sources]
         self._n = n
         self._sources = sources
+        self._ticket = ticket
         self._pending: dict[int, ChoiceDelta] = {}
         self._error: Exception | None = None
         self._open = len(sources)
@@ -86,6 +88,11 @@ class OutputStream:
         await cancel_and_wait(*self._pumps)
         # A pump that never got to run has not touched its source.
         await asyncio.gather(*(source.aclose() for source in self._sources))
+        if self._ticket is not None:
+            prompts = self.prompts
+            self._ticket.close(
+                cached=sum(p.cached_tokens for p in prompts), completion=sum(p.completion_tokens for p in prompts)
+            )
 
     async def _pump(self, prompt: int, source: Source) -> None:
         finished = False

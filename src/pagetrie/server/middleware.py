@@ -10,6 +10,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagetrie.server.auth import caller_of
 from pagetrie.server.errors import INTERNAL_ERROR, ApiError, http_error
 
 logger = logging.getLogger("pagetrie.server")
@@ -23,7 +24,8 @@ class BodyTooLargeError(Exception):
 
 
 class BodyLimit:
-    """Answers 413 to bodies over ``max_bytes``: at once if Content-Length says so, else while reading."""
+    """Answers 413 to bodies over ``max_bytes``, or the caller's own limit if that is less: at once if Content-Length
+    says so, else while reading."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -34,9 +36,11 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        own = caller_of(scope).limits.max_body_bytes
+        limit = self.max_bytes if own is None else min(self.max_bytes, own)
         declared = headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit() and int(declared[:20]) > self.max_bytes:
-            await self._refuse(receive, send, linger="expect" not in headers)
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+            await _refuse_body(limit, receive, send, linger="expect" not in headers)
             return
         seen = 0
         started = False
@@ -46,7 +50,7 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self.max_bytes:
+                if seen > limit:
                     raise BodyTooLargeError
             return message
 
@@ -59,32 +63,33 @@ class BodyLimit:
             await self.app(scope, limited_receive, noting_send)
         except BodyTooLargeError:
             if not started:
-                await self._refuse(receive, send, linger=True)
+                await _refuse_body(limit, receive, send, linger=True)
 
-    async def _refuse(self, receive: Receive, send: Send, *, linger: bool) -> None:
-        """Send the whole answer, then read on a while: closing under a client that still sends would reset the
-        connection, and the client might never see why. ``linger`` is False for a client that waits for leave."""
-        body = http_error(413, f"The body is larger than the limit of {self.max_bytes} bytes.").body()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": linger})
-        if not linger:
-            return
-        dropped = 0
-        try:
-            async with asyncio.timeout(LINGER_SECONDS):
-                while dropped < LINGER_BYTES:
-                    message = await receive()
-                    if message["type"] != "http.request" or not message.get("more_body"):
-                        break
-                    dropped += len(message.get("body", b""))
-        except TimeoutError:
-            pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+async def _refuse_body(limit: int, receive: Receive, send: Send, *, linger: bool) -> None:
+    """Send the whole answer, then read on a while: closing under a client that still sends would reset the
+    connection, and the client might never see why. ``linger`` is False for a client that waits for leave."""
+    body = http_error(413, f"The body is larger than the limit of {limit} bytes.").body()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": linger})
+    if not linger:
+        return
+    dropped = 0
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while dropped < LINGER_BYTES:
+                message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    break
+                dropped += len(message.get("body", b""))
+    except TimeoutError:
+        pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class AccessLog:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from pagetrie.errors import InvalidRequestError
-from pagetrie.server.protocol import ChatFields, is_list_of, json_type
+from pagetrie.server.protocol import ChatFields, CreateRequest, PublicPrefixRequest, is_list_of, json_type
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 
 MAX_PROMPTS = 1024
@@ -41,6 +41,27 @@ def chat_prompt(request: ChatFields, template: ChatTemplateLike, tokenizer: Toke
         **variables,
     )
     return Prompt(_not_empty(tokenizer.encode(text, add_special=add_special), "messages"), text)
+
+
+def kept_prompt(
+    fields: CreateRequest | PublicPrefixRequest, tokenizer: TokenizerLike, template: ChatTemplateLike | None
+) -> list[int]:
+    """The token ids of a prompt, or of messages that others will follow: what is warmed or shared.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or the model has no template for it.
+    """
+    if fields.messages is None:
+        return one_prompt(fields.prompt, tokenizer, fields.add_special_tokens is not False)
+    if template is None:
+        raise InvalidRequestError("this model has no chat template; use 'prompt'", param="messages")
+    text = template.render(
+        chat_messages(fields.messages),
+        chat_tools(fields.tools),
+        add_generation_prompt=False,
+        **template_variables(fields),
+    )
+    return tokenizer.encode(text, add_special=False)
 
 
 def completion_prompts(value: Any, tokenizer: TokenizerLike, add_special: bool, skip_special: bool) -> list[Prompt]:

@@ -293,6 +293,7 @@ class CreateRequest(ContextFields):
 class WarmPromptFields(CreateRequest):
     """A line of a warm-up file."""
 
+    tenant: str | None = None
     pin: bool | None = None
 
     def check(self) -> None:
@@ -301,6 +302,17 @@ class WarmPromptFields(CreateRequest):
             raise InvalidRequestError(
                 "'ttl' needs 'pin': what isn't pinned stays until its pages are needed.", param="ttl"
             )
+
+
+class PublicPrefixRequest(ContextFields):
+    """POST /v1/admin/public_prefixes, and a line of a file of public prefixes."""
+
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.cache_salt is not None:
+            raise InvalidRequestError("'cache_salt' has no place here: it's public.", param="cache_salt")
 
 
 class AppendRequest(ContextFields):

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pagetrie.errors import ConfigError
+from pagetrie.server.connection import BoundedConnection
 from pagetrie.server.context import ServerContext
 from pagetrie.server.disconnect import cancel_and_wait
 
@@ -80,6 +81,7 @@ class HttpServer:
         app: from ``create_app``.
         host, port: where to listen; port 0 takes a free one.
         shutdown_timeout: seconds that running requests get to finish after a stop; the rest is aborted.
+        request_timeout: seconds that a request may take to arrive.
         on_ready: called with the base URL as soon as requests are answered.
 
     Attributes:
@@ -96,6 +98,7 @@ class HttpServer:
         port: int = 8000,
         *,
         shutdown_timeout: float = 30.0,
+        request_timeout: float = 60.0,
         on_ready: Callable[[str], None] = _ignore,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -107,6 +110,7 @@ class HttpServer:
         self.url = f"http://[{host}]:{bound_port}" if ":" in host else f"http://{host}:{bound_port}"
         config = uvicorn.Config(
             app,
+            http=BoundedConnection.with_timeout(request_timeout),
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -139,7 +143,10 @@ def serve(
     port: int = 8000,
     *,
     shutdown_timeout: float = 30.0,
+    request_timeout: float = 60.0,
     on_ready: Callable[[str], None] = _ignore,
 ) -> None:
     """Serve ``app`` until SIGTERM or SIGINT. See ``HttpServer``."""
-    HttpServer(app, host, port, shutdown_timeout=shutdown_timeout, on_ready=on_ready).run()
+    HttpServer(
+        app, host, port, shutdown_timeout=shutdown_timeout, request_timeout=request_timeout, on_ready=on_ready
+    ).run()

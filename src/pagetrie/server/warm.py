@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from pagetrie.engine.contexts import Context
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
+from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import ConfigError, HoldLimitError, InvalidRequestError, PagetrieError
+from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext
-from pagetrie.server.prompts import Prompt, chat_messages, chat_tools, one_prompt, template_variables
+from pagetrie.server.prompts import Prompt, kept_prompt
 from pagetrie.server.protocol import WarmPromptFields
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
 
@@ -31,19 +33,23 @@ class WarmPrompt:
     Attributes:
         line: where it stands in the file, from 1.
         ids: its tokens.
-        salt: whose it is, as ``cache_salt``.
+        owner: whose it is.
         pin: keep it from eviction, for ``ttl`` seconds.
     """
 
     line: int
     ids: list[int]
-    salt: str
+    owner: Owner
     pin: bool
     ttl: float
 
 
 def read_warm_file(
-    path: Path, tokenizer: TokenizerLike, template: ChatTemplateLike | None, validate: Callable[[Request], None]
+    path: Path,
+    tokenizer: TokenizerLike,
+    template: ChatTemplateLike | None,
+    validate: Callable[[Request], None],
+    tenants: Mapping[str, Tenant],
 ) -> list[WarmPrompt]:
     """The prompts of a JSONL file; empty lines are left out.
 
@@ -51,6 +57,7 @@ def read_warm_file(
         path: one JSON object per line, see "Warm-up" in ``docs/api.md``.
         tokenizer, template: the model's.
         validate: raises InvalidRequestError for what the engine can never serve.
+        tenants: all there are, by name; only the local one ("") where there are no keys.
 
     Raises:
         ConfigError: the file can't be read, or a line makes no sense; says which.
@@ -64,7 +71,7 @@ def read_warm_file(
         if not line.strip():
             continue
         try:
-            prompts.append(_prompt(number, line, tokenizer, template, validate))
+            prompts.append(_prompt(number, line, tokenizer, template, validate, tenants))
         except InvalidRequestError as error:
             raise ConfigError(f"line {number} of the warm-up file {path}: {error.message}") from error
     return prompts
@@ -76,24 +83,17 @@ def _prompt(
     tokenizer: TokenizerLike,
     template: ChatTemplateLike | None,
     validate: Callable[[Request], None],
+    tenants: Mapping[str, Tenant],
 ) -> WarmPrompt:
     fields = WarmPromptFields.parse(line)
-    if fields.messages is None:
-        ids = one_prompt(fields.prompt, tokenizer, fields.add_special_tokens is not False)
-    elif template is None:
-        raise InvalidRequestError("this model has no chat template; use 'prompt'", param="messages")
-    else:
-        text = template.render(
-            chat_messages(fields.messages),
-            chat_tools(fields.tools),
-            add_generation_prompt=False,
-            **template_variables(fields),
-        )
-        ids = tokenizer.encode(text, add_special=False)
-    validate(Request(f"warm-{number}", ids, PREFILL))
-    return WarmPrompt(
-        number, ids, fields.cache_salt or "", bool(fields.pin), math.inf if fields.ttl is None else fields.ttl
-    )
+    ids = kept_prompt(fields, tokenizer, template)
+    tenant = tenants.get(fields.tenant or "")
+    if tenant is None:
+        known = "no API keys, so no tenants" if "" in tenants else f"tenants: {', '.join(tenants)}"
+        raise InvalidRequestError(f"'tenant' must say whose prompt it is; there are {known}", param="tenant")
+    validate(Request(f"warm-{number}", ids, PREFILL, tenant=tenant))
+    owner = Owner(tenant, fields.cache_salt or "", server=True)
+    return WarmPrompt(number, ids, owner, bool(fields.pin), math.inf if fields.ttl is None else fields.ttl)
 
 
 async def warm_up(context: ServerContext, prompts: Sequence[WarmPrompt]) -> None:
@@ -108,22 +108,27 @@ async def warm_up(context: ServerContext, prompts: Sequence[WarmPrompt]) -> None
 async def _compute(context: ServerContext, prompt: WarmPrompt) -> None:
     made, use = None, None
     if prompt.pin:
-        made = await context.loop.ask(
-            lambda engine: engine.contexts.create(None, prompt.ids, salt=prompt.salt, ttl=prompt.ttl)
-        )
-        use = ContextUse(made.id, None)
-    outputs = await context.submit(f"warm-{prompt.line}", [Prompt(prompt.ids, "")], PREFILL, prompt.salt, use)
+        made = await context.loop.ask(lambda engine: engine.contexts.create(prompt.owner, prompt.ids, ttl=prompt.ttl))
+        use = ContextUse(made.id, prompt.owner)
+    await prefill(context, f"warm-{prompt.line}", prompt.ids, prompt.owner, use)
+    if made is not None:
+        await context.loop.ask(lambda engine: _pin(engine, made))
+
+
+async def prefill(
+    context: ServerContext, request_id: str, ids: list[int], owner: Owner, use: ContextUse | None = None
+) -> None:
+    """Compute a prompt on the server's own account. Raises PagetrieError."""
+    outputs = await context.submit(request_id, [Prompt(ids, "")], PREFILL, Caller(owner.tenant), owner.salt, use)
     try:
         await collect(outputs, 1)
     finally:
         await outputs.aclose()
-    if made is not None:
-        await context.loop.ask(lambda engine: _pin(engine, made))
 
 
 def _pin(engine: Engine, made: Context) -> None:
     try:
         engine.contexts.secure(made)
     except HoldLimitError:
-        engine.contexts.delete(None, made.id)
+        engine.contexts.delete(made.owner, made.id)
         raise

@@ -12,8 +12,9 @@ from blake3 import blake3
 
 from pagetrie.errors import ConfigError
 from pagetrie.kv.keys import SECRET_BYTES
+from pagetrie.kv.tiers.namespaces import NAME
 
-_SECRET, _LOCK = "secret", "lock"
+_SECRET, _LOCK, _SEALED = "secret", "lock", "sealed"
 
 
 class FolderInUseError(ConfigError):
@@ -33,13 +34,17 @@ class CacheFolder:
         path: the folder.
         secret: use this one in place of the folder's own.
         look_only: change nothing, and take no lock.
+        sealed: what is stored is encrypted; it gets a secret's name of its own, so that nothing else is taken for it.
+            None for tools, which can't read what is.
 
     Raises:
         FolderInUseError: another process holds it.
         ConfigError: it can't be made or read.
     """
 
-    def __init__(self, path: Path, secret: bytes | None = None, *, look_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, secret: bytes | None = None, *, look_only: bool = False, sealed: bool | None = None
+    ) -> None:
         self.path = path
         self._lock: int | None = None
         try:
@@ -48,9 +53,16 @@ class CacheFolder:
             else:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.writable = not look_only and self._take_lock()
+            if sealed is None and (path / _SEALED).exists():
+                raise ConfigError(f"the disk cache {path} is encrypted: only its server can read it")
             if self.writable:
                 for leftover in path.glob("*.part"):
                     leftover.unlink(missing_ok=True)
+                if sealed:
+                    (path / _SEALED).touch(mode=0o600)
+                    (path / NAME).unlink(missing_ok=True)
+                else:
+                    (path / _SEALED).unlink(missing_ok=True)
             self.secret = secret if secret is not None else self._own_secret()
         except OSError as error:
             self.close()
@@ -58,7 +70,8 @@ class CacheFolder:
         except ConfigError:
             self.close()
             raise
-        self.secret_name = blake3(b"secret's name", key=self.secret).digest(16)
+        name = b"secret's name, sealed" if sealed else b"secret's name"
+        self.secret_name = blake3(name, key=self.secret).digest(16)
 
     def _take_lock(self) -> bool:
         try:

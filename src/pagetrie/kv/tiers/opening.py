@@ -17,6 +17,7 @@ from pagetrie.kv.tiers.disk import DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import PageBytes, Tier
 from pagetrie.kv.tiers.ram import RamTier
+from pagetrie.kv.tiers.sealed import SEALED_BYTES, Keyring, SealedTier
 from pagetrie.kv.tiers.stack import TierStack
 from pagetrie.kv.tiers.store import StoreTier, open_backend
 from pagetrie.kv.transfers import Transfers
@@ -34,6 +35,7 @@ class TierOptions:
         disk_bytes: its capacity.
         store: URL of the shared store; None for none. Needs the secret.
         secret: keys the pages' names (32 bytes); None for the disk folder's own, or a random one.
+        sealed: encrypt what leaves the process; see ``sealed``.
     """
 
     ram_bytes: int = 0
@@ -41,6 +43,7 @@ class TierOptions:
     disk_bytes: int = 0
     store: str | None = None
     secret: bytes | None = None
+    sealed: bool = False
 
 
 def derive_secret(text: str) -> bytes:
@@ -59,6 +62,11 @@ def open_tiers(
     """
     tiers: list[Tier] = []
     secret = options.secret
+    keyring = Keyring() if options.sealed else None
+
+    def seal(tier: Tier) -> Tier:
+        return SealedTier(tier, keyring) if keyring is not None else tier
+
     if options.ram_bytes:
         tiers.append(RamTier(options.ram_bytes, memory.bytes_per_page, clock))
     if options.disk is not None:
@@ -66,30 +74,29 @@ def open_tiers(
             raise ConfigError(
                 f"a disk cache of {options.disk_bytes} bytes is too small: a page takes {memory.bytes_per_page} bytes"
             )
-        folder = CacheFolder(options.disk, secret)
+        folder = CacheFolder(options.disk, secret, sealed=options.sealed)
         secret = folder.secret
-        tiers.append(DiskTier(folder, options.disk_bytes, clock))
+        tiers.append(seal(DiskTier(folder, options.disk_bytes, clock)))
     if options.store is not None:
         if options.secret is None:
             raise ConfigError("a shared store needs a secret that all servers on it have in common")
-        tiers.append(_open_store(options.store, options.secret, memory, clock))
+        page_bytes = memory.bytes_per_page + (SEALED_BYTES if options.sealed else 0)
+        tiers.append(seal(_open_store(options.store, options.secret, page_bytes, clock)))
     if secret is None:
         secret = secrets.token_bytes(SECRET_BYTES)
     if not tiers:
         return None, secret
-    return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret)), secret
+    return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret), keyring), secret
 
 
-def _open_store(url: str, secret: bytes, memory: PageBytes, clock: Callable[[], float]) -> StoreTier:
+def _open_store(url: str, secret: bytes, bytes_per_page: int, clock: Callable[[], float]) -> StoreTier:
     try:
         backend = open_backend(url)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"can't open the store {_without_password(url)}: {error}") from error
-    return StoreTier(
-        backend, secret=secret, bytes_per_page=memory.bytes_per_page, title=_without_password(url), clock=clock
-    )
+    return StoreTier(backend, secret=secret, bytes_per_page=bytes_per_page, title=_without_password(url), clock=clock)
 
 
 def _without_password(url: str) -> str:

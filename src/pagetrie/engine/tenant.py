@@ -1,0 +1,45 @@
+"""Whose request it is, as far as engine and cache are concerned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Someone who shares nothing with others but what is public.
+
+    Attributes:
+        name: told apart by this; also what queues and reports are kept under.
+        salt: bytes that only the server and this tenant's pages know of; part of every page's namespace. Empty for the
+            one tenant of a server without API keys.
+        weight: its share of the work when tenants compete, against other tenants' weights; more than 0.
+        max_model_len: longest prompt plus output, in tokens, if that is less than the engine's own limit.
+    """
+
+    name: str = ""
+    salt: bytes = b""
+    weight: float = 1.0
+    max_model_len: int | None = None
+
+
+LOCAL = Tenant()
+"""The one tenant of a server without API keys, and of the Python API."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who may use a context: a tenant, or the part of it that goes by a client's own salt.
+
+    Attributes:
+        server: the server itself, which pins prefixes for them; no request comes from it.
+    """
+
+    tenant: Tenant = LOCAL
+    salt: str = ""
+    server: bool = False
+
+    @property
+    def key(self) -> tuple[str, bytes, str, bool]:
+        """What is compared. A tenant's limits may change meanwhile, but a new one of the same name is another."""
+        return self.tenant.name, self.tenant.salt, self.salt, self.server
