@@ -212,7 +212,9 @@ def measure_neighbour(threads: int, folder: Path, total: int) -> list[tuple[str,
         for prompt in prompts:
             for ref in synthetic(transfers._keys, namespace, prompt):
                 tier.put([(ref, page)])
-        bench.engine.add(Request("neighbour", prompt_of(random.Random(4), 100), SamplingParams(ignore_eos=True)))
+        bench.engine.add(
+            Request("neighbour", prompt_of(random.Random(4), 100), SamplingParams(max_tokens=4000, ignore_eos=True))
+        )
         while len(bench.seen.gaps) < NEIGHBOUR_TOKENS:
             bench.step()
         before = bench.seen.gaps[20:]
