@@ -197,9 +197,9 @@ def test_numbers_add_up_over_preemptions_and_cancels(seed: int):
     computed = value("vllm:prompt_tokens_by_source_total", source="local_compute")
     assert cached == value("vllm:prompt_tokens_cached_total") > 0
     assert value("vllm:prompt_tokens_total") == cached + computed
-    decoded = sum(len(share.token_ids) for plan in world.runner.steps for share in plan.sequences)
-    assert value("pagetrie:prefill_tokens_total") <= decoded == world.runner.computed_tokens
-    assert value("vllm:iteration_tokens_total_sum") == decoded
+    # Prefill and decode together are what the model was given.
+    given = world.runner.computed_tokens
+    assert value("pagetrie:prefill_tokens_total") <= given == value("vllm:iteration_tokens_total_sum")
     lookups = sum(value("pagetrie:cache_lookups_total", reason=reason) for reason in MISS_REASONS)
     missed = sum(value("pagetrie:missed_tokens_total", reason=reason) for reason in MISS_REASONS)
     assert lookups == value("vllm:request_queue_time_seconds_count")
