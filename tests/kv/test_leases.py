@@ -158,6 +158,21 @@ def test_a6_an_opened_lease_keeps_what_it_matched(index: str) -> None:
     assert not set(again.lease.pages) & set(other.lease.pages)
 
 
+def test_a_cached_leaf_that_another_lease_extends_is_no_leaf_any_more(index: str) -> None:
+    """Its twin computes the same two pages and one more: the second page is an inner one then, and may not go first."""
+    harness = make(index, num_pages=8, page_size=4)
+    first, twin = harness.open(ids(12), lookup=False), harness.open(ids(12), lookup=False)
+    compute(harness, first, count=8)
+    harness.close(first)
+    compute(harness, twin)
+    other = harness.open(ids(20, seed=1))
+    compute(harness, other)
+    harness.close(twin)
+    harness.close(other)
+    harness.check()
+    compute(harness, harness.open(ids(24, seed=2)))
+
+
 def test_a12_a_duplicate_is_remapped_before_its_own_pages_go(index: str) -> None:
     harness = make(index, 8)
     prompt = ids(2 * B)

@@ -268,6 +268,8 @@ class PageTree:
         if node.parent is not None and not node.children and not is_active(node):
             self.policy.remove(node)  # stored by one who left: a leaf no more
         self.pool.give_to_index(pages)
+        if not node.children and node.parent is not None:
+            self.policy.remove(node)  # a leaf no more
         key = tokens[: self.page_bytes]
         child = Node(node, tokens, pages, node.start + len(node.pages), key)
         place = bisect_left(node.keys, key)
