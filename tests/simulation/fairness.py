@@ -135,6 +135,10 @@ class Fairness:
                 self._evicted.append((victim, {other: _lease(other).sole_pages() for other in scheduler.running}))
             preempt(victim, plan)
 
+        def recover(plan: Schedule) -> None:
+            raise AssertionError("the scheduler came to a standstill")
+
+        scheduler._recover = recover  # type: ignore[method-assign]
         scheduler._make_room = watched_make_room  # type: ignore[method-assign]
         scheduler._preempt = watched_preempt  # type: ignore[method-assign]
 

@@ -174,7 +174,7 @@ def evict_the_front_of_a_leaf(patch: Patch) -> None:
 @mutation
 def ignore_the_namespace(patch: Patch) -> None:
     """All tenants share."""
-    patch.setattr(Engine, "_namespace", lambda self, salt: b"")
+    patch.setattr(Engine, "namespace", lambda self, salt: b"")
 
 
 @mutation

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pagetrie.kv.eviction import POLICIES
 from tests.simulation.vocabulary import AwkwardVocabulary
 
 Phase = Literal["any", "waiting", "awaiting", "prefill", "decode", "preempted"]
@@ -73,6 +74,7 @@ class WorldSpec:
     ageing_steps: int
     max_bypass: int
     hold_limit: int
+    eviction: str
     failure_rate: float
     reset_rate: float
     slow_rate: float
@@ -101,6 +103,7 @@ def draw_world(seed: int) -> WorldSpec:
         ageing_steps=rng.choice((1, 5, 20, 100)),
         max_bypass=rng.choice((0, 1, 4, 32)),
         hold_limit=rng.choice((num_pages // 4, num_pages // 2, num_pages)),
+        eviction=random.Random(f"eviction of {seed}").choice(("lru", *sorted(POLICIES))),
         failure_rate=rng.choice((0, 0, 0, 0.01, 0.05)),
         reset_rate=rng.choice((0, 0, 0, 0.02)),
         slow_rate=rng.choice((0, 0, 0.05)),

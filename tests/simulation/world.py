@@ -15,6 +15,7 @@ from pagetrie.engine.scheduler import Schedule
 from pagetrie.engine.sequence import RequestState, Sequence
 from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFullError
 from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
+from pagetrie.kv.eviction import make_policy
 from pagetrie.kv.pool import FREE
 from pagetrie.sim import VirtualClock
 from pagetrie.sim.runner import logprob_of
@@ -66,7 +67,7 @@ class World:
         self.spec = spec
         self.steps = 0
         self.clock = VirtualClock()
-        self.cache = _cache(spec)
+        self.cache = _cache(spec, self.clock)
         self._rng = random.Random(f"faults of {spec.seed}")
         self.runner = CheckedRunner(
             self.cache,
@@ -392,9 +393,13 @@ class World:
             assert not self.cache._computing, "a page is said to be computed by nobody"
 
 
-def _cache(spec: WorldSpec) -> KVCache:
+def _cache(spec: WorldSpec, clock: VirtualClock) -> KVCache:
     if spec.index == "contiguous":
         return ContiguousCacheManager(num_pages=spec.num_pages, page_size=spec.page_size, max_tokens=spec.max_model_len)
     return CacheManager(
-        num_pages=spec.num_pages, page_size=spec.page_size, index=spec.index, hold_limit=spec.hold_limit
+        num_pages=spec.num_pages,
+        page_size=spec.page_size,
+        index=spec.index,
+        hold_limit=spec.hold_limit,
+        policy=make_policy(spec.eviction, spec.num_pages, spec.page_size, clock),
     )
