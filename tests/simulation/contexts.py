@@ -78,6 +78,7 @@ class ContextKeeper:
 
     def delete_all(self) -> None:
         """Nobody uses them any more."""
+        self._contexts.expire()
         for context in list(self._contexts):
             assert not context.users and not context.growing
             self._contexts.delete(context.owner, context.id)
