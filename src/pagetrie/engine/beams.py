@@ -53,6 +53,10 @@ class GroupLease:
         for lease in self.leases:
             lease.append(tokens)
 
+    def advance(self, token: int) -> None:
+        for lease in self.leases:
+            lease.advance(token)
+
     def commit(self, count: int) -> None:
         for lease in self.leases:
             lease.commit(count)

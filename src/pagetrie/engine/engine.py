@@ -534,9 +534,9 @@ class Engine:
         """Take in what a step gave for a sequence. Returns the number of tokens handed out."""
         lease, state = sequence.lease, sequence.state
         assert lease is not None
+        if sequence.output_ids and lease.computed + 1 == len(sequence.ids):
+            return self._append(sequence, result.samples[0], outputs, decoded=True)
         lease.commit(count)
-        if sequence.output_ids and lease.computed == len(sequence.ids):
-            return self._append(sequence, result.samples[0], outputs)
         if state.prompt_logprobs_due:
             state.prompt_logprobs += result.prompt_logprobs
         if lease.computed < len(sequence.ids):
@@ -643,22 +643,41 @@ class Engine:
             self._scheduler.start_fork(child)
         return children
 
-    def _append(self, sequence: Sequence, token: TokenLogprob, outputs: dict[str, RequestOutput]) -> int:
-        """Give a choice its next token; end it if this was the last. Returns 1 if the token was handed out, else 0."""
-        state, lease, params = sequence.state, sequence.lease, sequence.state.request.params
+    def _append(
+        self, sequence: Sequence, token: TokenLogprob, outputs: dict[str, RequestOutput], decoded: bool = False
+    ) -> int:
+        """Give a choice its next token; end it if this was the last. Returns 1 if the token was handed out, else 0.
+
+        It runs for every sequence in every step. ``decoded``: the token before it has just been computed, but isn't
+        committed yet.
+        """
+        state, lease = sequence.state, sequence.lease
+        request = state.request
+        params = request.params
         assert lease is not None
         token_id, text, made = token.token_id, sequence.text, sequence.output_ids
         if token_id in state.end_ids:
+            if decoded:
+                lease.commit(1)
             self._finish(sequence, "stop", token_id if token_id in params.stop_token_ids else None, outputs)
             return 0
         sequence.ids.append(token_id)
         made.append(token_id)
-        lease.append((token_id,))
+        if decoded:
+            lease.advance(token_id)
+        else:
+            lease.append((token_id,))
         state.completion_tokens += 1
-        new = text.push(token_id, len(made) >= params.min_tokens)
-        logprobs = [] if params.logprobs is None else [token]
         # A choice gets one token in a step, so its delta is new.
-        self._output(state, outputs).choices.append(ChoiceDelta(sequence.index, new, [token_id], logprobs))
+        delta = ChoiceDelta(
+            sequence.index,
+            text.push(token_id, len(made) >= params.min_tokens),
+            [token_id],
+            [] if params.logprobs is None else [token],
+        )
+        output = outputs.get(request.request_id) or self._output(state, outputs)
+        output.choices.append(delta)
+        output.completion_tokens = state.completion_tokens
         if self._tells_tokens or state.first_token_at is None:
             self._report_token(sequence)
         if text.stopped is not None:

@@ -162,6 +162,9 @@ class ContiguousLease:
     def commit(self, count: int) -> None:
         self.computed += count
 
+    def advance(self, token: int) -> None:
+        self.computed += 1
+
     def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         leases = [self, *(lease for lease in siblings if isinstance(lease, ContiguousLease))]
         held = Counter(slot for lease in leases for slot in (lease._slot, lease._source) if slot is not None)

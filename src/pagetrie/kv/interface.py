@@ -106,6 +106,10 @@ class CacheLease(Protocol):
         """The next ``count`` tokens are now computed: publish the pages they fill."""
         ...
 
+    def advance(self, token: int) -> None:
+        """``commit(1)``, then ``append((token,))``: what a decode step does."""
+        ...
+
     def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         """Pages that closing it and its siblings would make available: held by these leases and no other."""
         ...

@@ -397,6 +397,13 @@ class Lease:
             if full > self._indexed:
                 self._publish_pages(full)
 
+    def advance(self, token: int) -> None:
+        computed = self.computed = self.computed + 1
+        self._copy_pending = False
+        if self._publish and computed >= (self._indexed + 1) * self._manager.page_size:
+            self._publish_pages(computed // self._manager.page_size)
+        self._tokens += token.to_bytes(TOKEN_BYTES, "little")
+
     def _publish_pages(self, full: int) -> None:
         if self._is_forgotten():
             return
