@@ -9,8 +9,9 @@ import sys
 
 USAGE = """usage: python -m bench [COMMAND] [--help]
 
-  (none)       bookkeeping, then waste
+  (none)       bookkeeping, scheduler, then waste
   bookkeeping  what the cache manager costs per request
+  scheduler    what a step costs besides the model
   waste        KV memory that holds no token, paged and contiguous
   peers        install and list other servers to measure against
   serving      pagetrie and its peers, served and measured end to end
@@ -33,18 +34,17 @@ def main(arguments: list[str]) -> int:
         from bench import floors
 
         return floors.main(rest)
-    if command not in ("", "bookkeeping", "waste"):
+    if command not in ("", "bookkeeping", "scheduler", "waste"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help", "help") else sys.stderr, end="")
         return 0 if command in ("-h", "--help", "help") else 2
-    from bench import bookkeeping, waste
+    from bench import bookkeeping, scheduler, waste
 
-    sys.argv[1:] = rest  # which both read themselves
-    if command in ("", "bookkeeping"):
-        bookkeeping.main()
-    if not command:
-        print()
-    if command in ("", "waste"):
-        waste.main()
+    sys.argv[1:] = rest  # which they read themselves
+    for name, module in (("bookkeeping", bookkeeping), ("scheduler", scheduler), ("waste", waste)):
+        if command in ("", name):
+            module.main()
+        if not command:
+            print()
     return 0
 
 
