@@ -338,8 +338,9 @@ def test_the_watchdog_finds_its_way_again(counter: str, caplog: pytest.LogCaptur
         case "held":
             index.active_pages += 100
         case "leader":
-            scheduler = world.engine._scheduler
-            scheduler.waiting.park(next(iter(scheduler.waiting)), PendingPage())
+            waiting = world.engine._scheduler.waiting
+            sequence = next(iter(waiting))
+            waiting.line(sequence).waiting.park(sequence, PendingPage())
     world.step()
     assert world.running() == ["a"]
     assert "had come to a stop and goes on" in caplog.text
