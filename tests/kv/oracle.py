@@ -161,7 +161,9 @@ class Harness:
         """
         pinned = self.pinned()
         if self.manager.index.policy.name != "lru":
-            gone = {s for s in self.stored.values() if s.page not in self.indexed() and not self.is_dead(s.tree)}
+            # Of dropped trees too: what nobody holds of them any more goes the same way.
+            kept = {page for node in self.manager.index.nodes() for page in node.pages}
+            gone = {s for s in self.stored.values() if s.page not in kept}
             assert len(gone) == count and not gone & pinned
             self.stored = {key: stored for key, stored in self.stored.items() if stored not in gone}
             assert not any(stored.parent in gone for stored in self.stored.values())

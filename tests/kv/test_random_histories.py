@@ -44,7 +44,7 @@ def test_every_answer_and_every_page_equals_the_models(index: str, page_size: in
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"lru"}))
 @pytest.mark.parametrize("index", INDEXES)
 def test_no_policy_takes_what_must_stay(index: str, policy: str) -> None:
-    drive(index, 2, POOLS[2], seed=5, operations=2500, policy=policy)
+    drive(index, 2, POOLS[2], seed=8, operations=3000, policy=policy)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 5, 60])
