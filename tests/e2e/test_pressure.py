@@ -76,7 +76,7 @@ def test_small_pool_text_equals_big_pool_text(precise: dict[str, Server], temper
         with ThreadPoolExecutor(8) as users:
             texts[size] = list(users.map(lambda user, server=server: ask(server, user), range(8)))
         preemptions = server.idle()["vllm:num_preemptions_total"] - before
-        assert preemptions >= 8 if size == "small" else preemptions == 0
+        assert preemptions >= 3 if size == "small" else preemptions == 0, (size, preemptions)
     assert [text for text, _, _ in texts["small"]] == [text for text, _, _ in texts["big"]]
     assert all(count == 60 for size in texts for _, count, _ in texts[size])
     assert all(hit < 16 for size in texts for _, _, hit in texts[size])

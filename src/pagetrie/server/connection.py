@@ -33,6 +33,7 @@ class BoundedConnection(HttpToolsProtocol):
     _raw_bytes = 0  # received while the head isn't whole
     _head_bytes = 0  # of the head, as parsed
     _in_head = True
+    _ended = 0  # requests that have arrived whole
     _began = False
     _refused = False
     _timer: asyncio.TimerHandle | None = None
@@ -53,8 +54,10 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        ended = self._ended
         super().data_received(data)
-        if self._in_head:
+        # Data in which a request ended was its body, for all but what little of a next head may follow.
+        if self._in_head and self._ended == ended:
             self._raw_bytes += len(data)
             if self._raw_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse_head()
@@ -89,6 +92,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._stop_timer()
         self._in_head, self._raw_bytes = True, 0
+        self._ended += 1
         super().on_message_complete()
 
     # -- refusals ----------------------------------------------------------------------------------------------------
