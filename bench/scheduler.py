@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from time import monotonic, thread_time
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import SequenceResult, StepPlan, TokenLogprob

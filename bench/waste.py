@@ -15,7 +15,8 @@ from itertools import count
 from statistics import mean
 
 from pagetrie.cli.demo import BookkeepingRunner
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import EngineObserver, StepReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request

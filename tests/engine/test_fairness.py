@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import EngineObserver, StepReport, TokenReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request

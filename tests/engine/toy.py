@@ -10,7 +10,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import EngineObserver
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.params import SamplingParams

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.kv import CacheManager
 from pagetrie.plan.measure import BATCHES, StepRecorder, StepSample, Timings, fit_cost, measure
 from pagetrie.replay.engine import _CostRunner, _Plain

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.victims import MAX_PREEMPTIONS

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pagetrie.engine import planning
 from pagetrie.engine.beam_search import BeamSearch, common_prefix
 from pagetrie.engine.beams import BeamGroup
 from pagetrie.engine.contexts import Context, Contexts
@@ -174,7 +175,7 @@ def evict_the_front_of_a_leaf(patch: Patch) -> None:
 @mutation
 def ignore_the_namespace(patch: Patch) -> None:
     """All tenants share."""
-    patch.setattr(Engine, "namespace", lambda self, salt: b"")
+    patch.setattr(Engine, "namespace", lambda self, salt="", tenant=None: b"")
 
 
 @mutation
@@ -288,12 +289,12 @@ def lose_a_token(patch: Patch) -> None:
 @mutation
 def one_seed_for_all_choices(patch: Patch) -> None:
     """The choices of a request draw the same numbers."""
-    spec = Engine._sample_spec
+    spec = planning._sample_spec
 
-    def broken(self: Engine, sequence: Choice, fork: int) -> SampleSpec:
-        return spec(self, sequence, 0)
+    def broken(sequence: Choice, fork: int) -> SampleSpec:
+        return spec(sequence, 0)
 
-    patch.setattr(Engine, "_sample_spec", broken)
+    patch.setattr(planning, "_sample_spec", broken)
 
 
 @mutation

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pagetrie.assembly import Parts, build
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.victims import MAX_PREEMPTIONS

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request

@@ -10,14 +10,15 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 
 from pagetrie.engine.beam_search import BeamSearch
-from pagetrie.engine.beams import BeamGroup, GroupLease
+from pagetrie.engine.beams import BeamGroup
 from pagetrie.engine.cache_records import CacheRecords
+from pagetrie.engine.config import EngineConfig
 from pagetrie.engine.contexts import Contexts
+from pagetrie.engine.door import Door
 from pagetrie.engine.observer import (
     AdmissionReport,
     ArrivalReport,
@@ -29,17 +30,16 @@ from pagetrie.engine.observer import (
     TokenReport,
 )
 from pagetrie.engine.output import ChoiceDelta, FinishReason, RequestOutput
-from pagetrie.engine.params import SamplingParams
+from pagetrie.engine.planning import step_plan
 from pagetrie.engine.public import PublicPrefixes
-from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
-from pagetrie.engine.runner import Runner, SampleSpec, SequenceResult, SequenceStep, StepPlan, TokenLogprob
-from pagetrie.engine.scheduler import Schedule, Scheduler
-from pagetrie.engine.sequence import RequestState, Sequence
+from pagetrie.engine.request import Request
+from pagetrie.engine.runner import Runner, SequenceResult, TokenLogprob
+from pagetrie.engine.scheduler import Scheduler
+from pagetrie.engine.sequence import SEED_MASK, RequestState, Sequence
 from pagetrie.engine.tenant import LOCAL, Tenant
 from pagetrie.engine.text_stream import TextStream, Vocabulary
 from pagetrie.engine.usage import CacheUsage, measure_usage
 from pagetrie.errors import (
-    ConfigError,
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
@@ -50,45 +50,8 @@ from pagetrie.kv import CacheStats, KVCache, ResetReport, TransferReport, encode
 
 log = logging.getLogger(__name__)
 
-_SEED_MASK = 2**64 - 1
-
 _TELLING_PREFILL = 64
 """Prompt tokens in a step from which its duration says something about the speed of prefill."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Limits of an engine.
-
-    Attributes:
-        max_model_len: longest sequence, prompt and output, in tokens.
-        max_num_seqs: sequences that run at once (seats).
-        max_num_batched_tokens: tokens computed per step.
-        max_queue: requests that may wait.
-        ageing_steps: steps of waiting that are worth one level of priority; also how long smaller requests may pass
-            one that doesn't fit.
-        max_bypass: how many may pass it.
-        max_contexts: contexts that one owner may keep.
-        model_fingerprint: part of every page's namespace.
-        public_salt: part of the namespace of public prefixes' pages; known to the server alone.
-    """
-
-    max_model_len: int
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_queue: int = 1024
-    ageing_steps: int = 256
-    max_bypass: int = 32
-    max_contexts: int = 256
-    model_fingerprint: str = ""
-    public_salt: bytes = b""
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), or decoding sequences would starve"
-            )
 
 
 class Engine:
@@ -130,7 +93,7 @@ class Engine:
         self._rng = rng
         self._observer = observer or EngineObserver()
         self._tells_tokens = type(self._observer).on_token is not EngineObserver.on_token
-        self._eos = frozenset(vocabulary.eos_ids)
+        self._door = Door(config, cache, vocabulary)
         # What streams of text know of tokens, for those that show special tokens and those that skip them.
         self._pieces: tuple[dict[int, str], dict[int, str]] = ({}, {})
         # When the tokens of the current step were there.
@@ -158,85 +121,12 @@ class Engine:
         self._arrivals = 0
         # (deadline, arrival number, request id); those that ended before are skipped when they come up.
         self._deadlines: list[tuple[float, int, str]] = []
-        # A sequence can neither outgrow the context nor an otherwise empty pool.
-        self.max_len = min(config.max_model_len, cache.num_pages * cache.page_size)
 
     # -- the door ----------------------------------------------------------------------------------------------------
 
     def validate(self, request: Request) -> None:
         """Refuse what can never be served. Raises InvalidRequestError. Thread-safe."""
-        params, length = request.params, len(request.prompt_ids)
-        if length == 0:
-            raise InvalidRequestError("the prompt is empty; at least one token is needed", param="prompt")
-        # The first token to generate needs a position too.
-        spare = 0 if params.max_tokens == 0 else 1
-        max_len = self._max_len(request.tenant)
-        if length + spare > max_len:
-            pool = self._cache.num_pages * self._cache.page_size
-            if max_len < self.max_len:
-                limit = f"your maximum context length is {max_len} tokens"
-            elif self.config.max_model_len <= pool:
-                limit = f"this model's maximum context length is {self.config.max_model_len} tokens"
-            else:
-                limit = f"the cache holds at most {pool} tokens (the context limit is {self.config.max_model_len})"
-            needs = " and needs room for at least 1 more" if spare else ""
-            raise InvalidRequestError(
-                f"{limit}, but the prompt has {length} tokens{needs}", param="prompt", code="context_length_exceeded"
-            )
-        vocab_size = self._vocabulary.vocab_size
-        for name, ids in (
-            ("prompt", request.prompt_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                bad = min(ids) if min(ids) < 0 else max(ids)
-                raise InvalidRequestError(
-                    f"token id {bad} is outside the vocabulary (0 to {vocab_size - 1})", param=name
-                )
-        if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {request.priority}", param="priority"
-            )
-        appends = request.context is not None and request.context.append
-        if appends and (params.n > 1 or params.stop or params.beam_width):
-            raise InvalidRequestError(
-                "only one choice without stop strings and beams can be appended to a context: "
-                f"n is {params.n}, and a stop string would end the text inside a token",
-                param="append",
-            )
-        timeout = request.timeout
-        if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
-            raise InvalidRequestError(
-                f"timeout must be more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout:g}", param="timeout"
-            )
-        if params.beam_width:
-            self._validate_beams(request)
-        if params.n > self.config.max_num_seqs:
-            raise InvalidRequestError(
-                f"n ({params.n}) exceeds the server's limit of {self.config.max_num_seqs} sequences at once", param="n"
-            )
-
-    def _validate_beams(self, request: Request) -> None:
-        params, length, cache = request.params, len(request.prompt_ids), self._cache
-        width, seats = params.beam_width, self.config.max_num_seqs
-        if width > seats:
-            raise InvalidRequestError(
-                f"beam_width ({width}) exceeds the server's limit of {seats} sequences at once", param="beam_width"
-            )
-        # Beams share the pages that the prompt fills; each writes one of its own.
-        pages = length // cache.page_size + width * (cache.pages_for(length + 1) - length // cache.page_size)
-        if pages > cache.num_pages:
-            raise InvalidRequestError(
-                f"{width} beams on {length} tokens take {pages} pages, but the cache has {cache.num_pages}",
-                param="beam_width",
-            )
-        candidates = max(2, 1 + len(self._end_ids(params))) * width
-        if candidates > self._vocabulary.vocab_size:
-            raise InvalidRequestError(
-                f"{width} beams choose among {candidates} tokens, but the vocabulary has {self._vocabulary.vocab_size}",
-                param="beam_width",
-            )
+        self._door.validate(request)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -253,7 +143,7 @@ class Engine:
         params = request.params
         use = request.context
         context = None if use is None else self.contexts.begin(use)
-        room = self._max_len(request.tenant) - len(request.prompt_ids)
+        room = self._door.max_len(request.tenant) - len(request.prompt_ids)
         state = RequestState(
             request=request,
             order=self._arrivals,
@@ -262,13 +152,13 @@ class Engine:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             prompt_logprobs_due=params.prompt_logprobs is not None,
             level=self._scheduler.level(request.priority),
-            end_ids=self._end_ids(params),
+            end_ids=self._door.end_ids(params),
             context=context,
         )
         self._arrivals += 1
         seed = self._rng.getrandbits(64) if params.seed is None else params.seed
         root = Sequence(
-            state=state, index=0, seed=seed & _SEED_MASK, ids=list(request.prompt_ids), text=self._text(state)
+            state=state, index=0, seed=seed & SEED_MASK, ids=list(request.prompt_ids), text=self._text(state)
         )
         if state.max_tokens:
             root.forks = max(params.n, params.beam_width) - 1
@@ -340,6 +230,11 @@ class Engine:
             self._transfers.close()
 
     @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence, prompt and output."""
+        return self._door.longest
+
+    @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
 
@@ -403,9 +298,9 @@ class Engine:
         prefill_tokens = sum(report.tokens for report in prefills)
         generated = 0
         if plan.shares:
-            step_plan = self._step_plan(plan)
+            todo = step_plan(plan, self._cache.take_copies())
             try:
-                results = self._runner.execute(step_plan)
+                results = self._runner.execute(todo)
             except Exception as error:
                 log.exception("the runner failed; %d sequences end with an error", len(plan.shares))
                 failure = EngineError(f"the model failed on this request ({type(error).__name__}); try again")
@@ -471,63 +366,6 @@ class Engine:
                 time=now,
                 wait_time=0.0 if state.parked_at is None else now - state.parked_at,
             )
-        )
-
-    def _step_plan(self, plan: Schedule) -> StepPlan:
-        steps: list[SequenceStep] = []
-        for sequence, count in plan.shares.items():
-            if sequence.beams is None:
-                steps.append(self._sequence_step(sequence, count))
-            else:
-                steps += self._beam_steps(sequence, sequence.beams, count)
-        return StepPlan(self._cache.take_copies(), steps)
-
-    def _beam_steps(self, sequence: Sequence, group: BeamGroup, count: int) -> list[SequenceStep]:
-        lease = sequence.lease
-        if not isinstance(lease, GroupLease):
-            return [self._sequence_step(sequence, count)]
-        start, end = lease.computed, lease.computed + count
-        steps = []
-        for beam, own in zip(group.search.live, lease.leases, strict=True):
-            step = SequenceStep(token_ids=group.ids(beam, start, end), start=start, pages=own.pages)
-            if end == len(sequence.ids):
-                step.samples = [self._sample_spec(sequence, 0)]
-            steps.append(step)
-        return steps
-
-    def _sequence_step(self, sequence: Sequence, count: int) -> SequenceStep:
-        lease, state = sequence.lease, sequence.state
-        assert lease is not None
-        start, step = lease.computed, sequence.decode_step
-        end = start + count
-        if step is not None and len(sequence.ids) == start + 1:
-            step.token_ids, step.start, step.pages = sequence.ids[start:], start, lease.pages
-            return step
-        step = SequenceStep(token_ids=sequence.ids[start:end], start=start, pages=lease.pages)
-        if end == len(sequence.ids) and state.max_tokens:
-            if sequence.beams is None:
-                step.samples = [self._sample_spec(sequence, choice) for choice in range(sequence.seats)]
-                if sequence.output_ids and len(sequence.output_ids) >= state.request.params.min_tokens:
-                    sequence.decode_step = step  # from now on nothing but these three fields changes
-            elif not sequence.started:  # else the beams are known, and forked from here
-                step.samples = [self._sample_spec(sequence, 0)]
-        if state.prompt_logprobs_due:
-            step.prompt_targets = sequence.ids[start + 1 : end + 1]
-            step.prompt_logprobs = state.request.params.prompt_logprobs or 0
-        return step
-
-    def _sample_spec(self, sequence: Sequence, fork: int) -> SampleSpec:
-        params = sequence.state.request.params
-        banned: list[int] = []
-        if len(sequence.output_ids) < params.min_tokens:
-            banned = [*sequence.state.end_ids]
-        return SampleSpec(
-            params=params,
-            seed=(sequence.seed + fork) & _SEED_MASK,
-            prompt_ids=sequence.state.request.prompt_ids,
-            output_ids=sequence.output_ids,
-            banned_ids=banned,
-            candidates=sequence.beams.search.candidates if sequence.beams else 0,
         )
 
     def _commit(self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]) -> int:
@@ -631,7 +469,7 @@ class Engine:
             child = Sequence(
                 state=state,
                 index=index,
-                seed=(sequence.seed + index) & _SEED_MASK,
+                seed=(sequence.seed + index) & SEED_MASK,
                 ids=sequence.ids.copy(),
                 text=self._text(state),
                 lease=lease.fork(),
@@ -803,14 +641,6 @@ class Engine:
     def _whole_text(self, state: RequestState, tokens: list[int]) -> str:
         stream = self._text(state)
         return "".join(map(stream.push, tokens)) + stream.finish()
-
-    def _end_ids(self, params: SamplingParams) -> set[int]:
-        """Every token that ends a text."""
-        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-
-    def _max_len(self, tenant: Tenant) -> int:
-        """Longest sequence of a tenant, in tokens."""
-        return self.max_len if tenant.max_model_len is None else min(self.max_len, tenant.max_model_len)
 
     def namespace(self, salt: str = "", tenant: Tenant = LOCAL) -> bytes:
         """Under which requests with this salt, of this tenant, find and store pages."""

@@ -12,6 +12,9 @@ from pagetrie.engine.runner import SequenceStep, TokenLogprob
 from pagetrie.engine.text_stream import TextStream
 from pagetrie.kv import CacheLease, PendingPage
 
+SEED_MASK = 2**64 - 1
+"""Seeds have 64 bits."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:

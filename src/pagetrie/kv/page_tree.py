@@ -10,6 +10,7 @@ first is the policy's choice (``pagetrie.kv.eviction``); it is told of every use
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -115,7 +116,7 @@ class PageNamer(Protocol):
         ...
 
 
-class PageTree:
+class PageTree(ABC):
     """Pins, recency, eviction and page counts. The radix and the hash index add how to match and insert.
 
     Args:
@@ -153,13 +154,13 @@ class PageTree:
         """The root of a namespace; None if nothing of it is stored or held."""
         return self._roots.get(namespace)
 
+    @abstractmethod
     def namer(self, node: Node | None, namespace: bytes) -> PageNamer:
         """Names the pages that follow ``node`` (of whole pages, or a root); of a namespace's first pages for None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored_tokens(self, namespace: bytes, tokens: bytes) -> int:
         """Leading tokens of ``tokens`` (u32 LE) that whole stored pages hold. Changes nothing."""
-        raise NotImplementedError
 
     def _make_root(self, namespace: bytes) -> Node:
         return Node(None, namespace, [])
@@ -300,7 +301,7 @@ class PageTree:
         node.pages = []
         self._forget(node)
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: Node) -> None:  # noqa: B027 - a hook that only one index needs
         """A node leaves the tree; the hash index drops its key."""
 
     # -- eviction ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pagetrie.engine.engine import Engine, EngineConfig
+from pagetrie.engine.config import EngineConfig
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie.engine.public import PublicPrefix
 from pagetrie.engine.tenant import Owner, Tenant
-from pagetrie.errors import ConfigError, InvalidRequestError, PagetrieError
+from pagetrie.errors import PagetrieError
 from pagetrie.server.context import ServerContext, read_json_body
 from pagetrie.server.disconnect import unless_disconnected
+from pagetrie.server.lines_file import read_lines
 from pagetrie.server.prompts import kept_prompt
 from pagetrie.server.protocol import PublicPrefixRequest
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
@@ -29,18 +30,9 @@ def read_public_prefixes(path: Path, tokenizer: TokenizerLike, template: ChatTem
     Raises:
         ConfigError: the file can't be read, or a line makes no sense; says which.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"can't read the public prefixes {path}: {error.strerror}") from error
-    prefixes = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                prefixes.append(kept_prompt(PublicPrefixRequest.parse(line), tokenizer, template))
-            except InvalidRequestError as error:
-                raise ConfigError(f"line {number} of the public prefixes {path}: {error.message}") from error
-    return prefixes
+    return read_lines(
+        path, "public prefixes", lambda _, line: kept_prompt(PublicPrefixRequest.parse(line), tokenizer, template)
+    )
 
 
 async def declare_all(context: ServerContext, prefixes: Sequence[list[int]]) -> None:

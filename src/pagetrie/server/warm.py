@@ -13,10 +13,11 @@ from pagetrie.engine.engine import Engine
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.tenant import Owner, Tenant
-from pagetrie.errors import ConfigError, HoldLimitError, InvalidRequestError, PagetrieError
+from pagetrie.errors import HoldLimitError, InvalidRequestError, PagetrieError
 from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext
+from pagetrie.server.lines_file import read_lines
 from pagetrie.server.prompts import Prompt, kept_prompt
 from pagetrie.server.protocol import WarmPromptFields
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
@@ -62,19 +63,9 @@ def read_warm_file(
     Raises:
         ConfigError: the file can't be read, or a line makes no sense; says which.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"can't read the warm-up file {path}: {error.strerror}") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_prompt(number, line, tokenizer, template, validate, tenants))
-        except InvalidRequestError as error:
-            raise ConfigError(f"line {number} of the warm-up file {path}: {error.message}") from error
-    return prompts
+    return read_lines(
+        path, "warm-up file", lambda number, line: _prompt(number, line, tokenizer, template, validate, tenants)
+    )
 
 
 def _prompt(
