@@ -13,8 +13,9 @@ import random
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
-from pagetrie.kv import CacheManager
+from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
 
 PAGE_SIZE = 16
 VOCABULARY = 49_152
@@ -76,6 +77,34 @@ def measure(index: str, *, requests: int = 300, decoded: int = 128, num_pages: i
     return Costs(*(median(times) * 1e6 for times in (admit, decode, free)))
 
 
+def dialogues(manager: KVCache, *, requests: int = 2_000, seed: int = 0) -> tuple[float, float]:
+    """Median microseconds per step and per request of dialogues of 1 to 5 tokens in and out.
+
+    A step is one token's extend, commit and append; a request adds opening, its prompt's pages and closing. Prompts
+    are unrelated, so that what is measured is the page table and the index, not sharing.
+    """
+    rng = random.Random(seed)
+    steps, wholes = [], []
+    for _ in range(requests):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
+        output = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]
+        start = perf_counter()
+        lease = manager.open(prompt)
+        lease.extend(len(prompt))
+        lease.commit(len(prompt))
+        began = perf_counter()
+        for token in output:
+            lease.append((token,))
+            lease.extend(1)
+            lease.commit(1)
+        ended = perf_counter()
+        lease.close()
+        wholes.append(perf_counter() - start)
+        steps.append((ended - began) / len(output))
+    manager.check()
+    return median(steps) * 1e6, median(wholes) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.bookkeeping", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -86,13 +115,22 @@ def main() -> None:
         "target": TARGET,
         "vLLM 0.32": VLLM,
     }
+    pool: dict[str, Any] = {"num_pages": options.num_pages, "page_size": PAGE_SIZE}
+    short = {index: dialogues(CacheManager(index=index, **pool)) for index in (*INDEXES, "none")}  # type: ignore[arg-type]
+    short["contiguous"] = dialogues(ContiguousCacheManager(max_tokens=512, **pool))
     if options.json:
-        print(json.dumps({name: asdict(costs) for name, costs in rows.items()}, indent=2))
+        report: dict[str, Any] = {name: asdict(costs) for name, costs in rows.items()}
+        report["dialogues"] = {name: {"step": step, "request": whole} for name, (step, whole) in short.items()}
+        print(json.dumps(report, indent=2))
         return
     print(f"Bookkeeping, microseconds ({PROMPT:,} prompt tokens, {CACHED:,} of them cached, page size {PAGE_SIZE})")
     print(f"{'':<10}{'admit':>9}{'per token':>11}{'free':>9}")
     for name, costs in rows.items():
         print(f"{name:<10}{costs.admit:>9.0f}{costs.decode:>11.2f}{costs.free:>9.1f}")
+    print("\nDialogues of 1 to 5 tokens in and out, microseconds")
+    print(f"{'':<10}{'per step':>9}{'per request':>13}")
+    for name, (step, whole) in short.items():
+        print(f"{name:<10}{step:>9.2f}{whole:>13.1f}")
 
 
 if __name__ == "__main__":
