@@ -197,6 +197,9 @@ class Settings(BaseSettings):
         SERVER,
         shown="none",
     )
+    stuck_after: float = _option(
+        60, "Seconds without a step, while requests wait, from which /ready says no.", SERVER, gt=0, le=86400
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
 
     @field_validator("page_size")

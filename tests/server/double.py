@@ -141,6 +141,7 @@ class EngineDouble:
     fail_after: int | None = None
     failure: Exception = field(default_factory=lambda: RuntimeError("secret detail"))
     alive: bool = True
+    still: float = 0.0
     aborting: bool = False
     streams: list[Stream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -159,6 +160,9 @@ class EngineDouble:
 
     def is_alive(self) -> bool:
         return self.alive
+
+    def stands_still(self) -> float:
+        return self.still
 
     def snapshot(self) -> Snapshot:
         return self.numbers

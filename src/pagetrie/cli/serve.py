@@ -63,6 +63,7 @@ def serve(settings: Settings) -> None:
         metrics=made[0],
         max_body_bytes=settings.max_body_size,
         context_ttl=settings.context_ttl,
+        stuck_after=settings.stuck_after,
         warm=warm,
         public=public,
         access=access,

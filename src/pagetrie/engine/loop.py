@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -90,10 +91,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 
 class EngineLoop:
-    """Runs an engine on its own thread. ``submit`` and the rest may be called from any event loop."""
+    """Runs an engine on its own thread. ``submit`` and the rest may be called from any event loop.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: which.
+        clock: seconds, never going back; only to tell whether the engine stands still.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
+        # When the engine last ended a step, or since when there has been work; None while there is none.
+        self._working_since: float | None = None
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._streams: dict[str, RequestStream] = {}
@@ -114,6 +123,11 @@ class EngineLoop:
     def snapshot(self) -> EngineSnapshot:
         """The state after the latest step or command."""
         return self._snapshot
+
+    def stands_still(self) -> float:
+        """Seconds since the last step, while there is work; 0 while there is none. Takes no lock."""
+        since = self._working_since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
 
     def transfer_report(self) -> TransferReport | None:
         """The tiers below the pool in numbers; None if there are none."""
@@ -138,8 +152,7 @@ class EngineLoop:
                 raise QueueFullError(self._engine.config.max_queue)
             self._streams[request.request_id] = stream
             self._submitted += 1
-            self._commands.append(lambda: self._add(request))
-            self._wake.notify()
+            self._command(lambda: self._add(request))
         return stream
 
     async def reset_prefix_cache(self) -> ResetReport:
@@ -169,8 +182,7 @@ class EngineLoop:
         with self._wake:
             if self._stopped or not self.is_alive():
                 raise EngineError("the server is shutting down")
-            self._commands.append(answer)
-            self._wake.notify()
+            self._command(answer)
         return await future
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
@@ -192,8 +204,14 @@ class EngineLoop:
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            self._command(command)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Under the lock: have the engine's thread call this before its next step."""
+        if self._working_since is None:
+            self._working_since = self._clock()
+        self._commands.append(command)
+        self._wake.notify()
 
     def _abort(self, request_id: str) -> None:
         def abort() -> None:
@@ -209,6 +227,7 @@ class EngineLoop:
             with self._wake:
                 while not (self._commands or self._stopped):
                     if not self._engine.has_work:
+                        self._working_since = None
                         self._tell_idle()
                     pause = self._engine.pause()
                     if pause == 0:
@@ -229,6 +248,7 @@ class EngineLoop:
             # First the snapshot: who has read a token must not find metrics from before it.
             self._snapshot = self._take_snapshot()
             self._deliver(outputs)
+            self._working_since = self._clock()
 
     def _tell_idle(self) -> None:
         for loop, idle in self._idle_waiters:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
 from pagetrie.errors import PagetrieError
-from pagetrie.server import chat, completions, contexts, explain, openapi, public_prefixes, tokenization
+from pagetrie.server import chat, completions, contexts, explain, health, openapi, public_prefixes, tokenization
 from pagetrie.server.auth import Access, Authentication
 from pagetrie.server.context import HttpError, ServerContext
 from pagetrie.server.disconnect import ClientGoneError
@@ -47,6 +47,7 @@ def create_app(
     prepare_threads: int = 4,
     system_fingerprint: str | None = None,
     context_ttl: float = 600.0,
+    stuck_after: float = 60.0,
     warm: Sequence[WarmPrompt] = (),
     public: Sequence[list[int]] = (),
     access: Access | None = None,
@@ -70,6 +71,7 @@ def create_app(
         warm: prompts to compute before the application is ready.
         public: token ids of prefixes that all tenants share; computed before that too.
         context_ttl: seconds that a context lives after its last use unless it asks for another number.
+        stuck_after: seconds without a step, while there is work, from which /ready says no.
         access: who may call; if None, anybody, as the one local tenant.
         quotas: what tenants have used of their limits.
         clock: seconds since the epoch, for ``created``.
@@ -92,6 +94,7 @@ def create_app(
         names=TokenNames(tokenizer),
         context_ttl=context_ttl,
         quotas=quotas or Quotas(),
+        stuck_after=stuck_after,
     )
     if access is not None:
         metrics.registry.register(context.quotas)
@@ -209,13 +212,14 @@ def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
         return JSONResponse(model_card(name))
 
     @app.get("/health")
-    async def health() -> Response:
-        """200 while requests are taken, 503 with the reason while not."""
-        if context.stopping:
-            return JSONResponse({"status": "stopping"}, 503)
-        if not context.loop.is_alive():
-            return JSONResponse({"status": "dead"}, 503)
-        return JSONResponse({"status": "ok"})
+    async def show_health() -> Response:
+        """Whether the engine lives: 200, or 503 with the reason."""
+        return health.health(context)
+
+    @app.get("/ready")
+    async def show_readiness() -> Response:
+        """Whether to send requests here: 200 (ready, or degraded with reasons), or 503 with reasons."""
+        return health.ready(context)
 
     @app.get("/metrics")
     async def metrics() -> Response:

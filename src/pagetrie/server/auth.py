@@ -21,7 +21,7 @@ from pagetrie.server.errors import ApiError
 
 log = logging.getLogger("pagetrie.server")
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 """Need no key: load balancers ask here."""
 
 TENANT_PATHS = ("/v1/", "/tokenize", "/detokenize", "/version", "/openapi.json")

@@ -56,6 +56,7 @@ class ServerContext:
     names: TokenNames
     context_ttl: float
     quotas: Quotas
+    stuck_after: float
     stopping: bool = False
 
     def check_available(self) -> None:

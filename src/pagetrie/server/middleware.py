@@ -119,7 +119,7 @@ class AccessLog:
             if not status:
                 await _send_error(noting_send, INTERNAL_ERROR)
         finally:
-            if logger.isEnabledFor(logging.INFO) and scope["path"] not in ("/health", "/metrics"):
+            if logger.isEnabledFor(logging.INFO) and scope["path"] not in ("/health", "/ready", "/metrics"):
                 client = scope.get("client") or ("-", 0)
                 milliseconds = (self.clock() - start) * 1000
                 logger.info(

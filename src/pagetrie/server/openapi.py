@@ -23,6 +23,23 @@ _BODIES: dict[tuple[str, str], type[protocol.ApiRequest]] = {
 }
 _BY_SALT = re.compile(r"/v1/contexts(/\{context_id\})?|/v1/requests/.*")
 _TEXT = ("/metrics",)
+_STATES: dict[str, dict[str, Any]] = {
+    "/health": {
+        "type": "object",
+        "required": ["status"],
+        "properties": {"status": {"enum": ["ok", "stopping", "dead"]}},
+    },
+    "/ready": {
+        "type": "object",
+        "required": ["status", "reasons", "checks"],
+        "properties": {
+            "status": {"enum": ["ready", "degraded", "unready"]},
+            "reasons": {"type": "array", "items": {"type": "string"}},
+            "checks": {"type": "object", "additionalProperties": {"enum": ["ok", "degraded", "failed"]}},
+        },
+    },
+}
+"""What is answered with 200, and with 503 too."""
 _STRING = {"type": "string"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
@@ -93,6 +110,13 @@ def _operation(method: str, path: str, route: APIRoute) -> dict[str, Any]:
             },
         },
     }
+    if route.description:
+        operation["summary"] = route.description
+    state = _STATES.get(path)
+    if state is not None:
+        told = {kind: {"schema": state}}
+        operation["responses"]["200"]["content"] = told
+        operation["responses"]["503"] = {"description": "Not now.", "content": told}
     body = _BODIES.get((method, path))
     if body is not None:
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}

@@ -212,11 +212,12 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     assert store(tier, refs[2:]) == 0
     assert bytes_in(tmp_path) == size
     assert len(caplog.records) == 1 and not tier.stats.healthy
+    assert tier.stats.problem == "it stores nothing: No space left on device"
     assert read(tier, refs) == refs[:2]
     monkeypatch.undo()
     assert store(tier, refs[2:3]) == 0
     clock.now += RETRY_SECONDS
-    assert store(tier, refs[2:]) == 4 and tier.stats.healthy
+    assert store(tier, refs[2:]) == 4 and tier.stats.healthy and not tier.stats.problem
     assert read(tier, refs) == refs
     tier.close()
 
@@ -269,7 +270,7 @@ def test_a_read_only_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "open", refuse)
     tier, other = open_tier(tmp_path), open_tier(tmp_path)
     assert read(tier, refs) == read(other, refs) == refs[:2]
-    assert store(tier, refs) == 2 and not tier.stats.healthy
+    assert store(tier, refs) == 2 and not tier.stats.healthy and tier.stats.problem == "it is read-only"
     tier.clear()
     tier.close()
     other.close()

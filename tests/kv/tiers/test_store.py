@@ -123,11 +123,11 @@ def test_a_store_that_dies_and_comes_back(tmp_path: Path, caplog: pytest.LogCapt
             assert read(tier, refs) == [] and tier.contains([refs[0].key]) == 0
             assert tier.put([(ref, content(ref)) for ref in refs]) == 0
             clock.now += 0.5
-        assert len(caplog.records) == 1 and not tier.stats.healthy
+        assert len(caplog.records) == 1 and not tier.stats.healthy and "left alone" in tier.stats.problem
         server.start()
         clock.now += LONGEST_PAUSE
         assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
-        assert len(caplog.records) == 2 and tier.stats.healthy
+        assert len(caplog.records) == 2 and tier.stats.healthy and not tier.stats.problem
     finally:
         server.kill()
 

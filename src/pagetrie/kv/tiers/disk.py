@@ -119,6 +119,7 @@ class DiskTier:
         self._next_number = 0
         self._round = 0
         self._writable = folder.writable
+        self._problem = "" if folder.writable else "it is read-only"
         self._retry_at = 0.0
         self._stats = TierStats(capacity_bytes=capacity)
         self._namespaces = read_namespaces(folder.path, ChainKeys(folder.secret))
@@ -158,6 +159,7 @@ class DiskTier:
         stats.pages = len(self._index)
         stats.used_bytes = sum(segment.size for segment in self._segments)
         stats.healthy = self._writable and self._clock() >= self._retry_at
+        stats.problem = "" if stats.healthy else self._problem
         return stats
 
     def holds(self, key: bytes) -> bool:
@@ -317,6 +319,7 @@ class DiskTier:
 
     def _give_way(self, error: OSError) -> None:
         """A write failed: wait a while if the disk is full, and write nothing more if it is broken or read-only."""
+        self._problem = f"it stores nothing: {error.strerror or type(error).__name__}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             self._retry_at = self._clock() + RETRY_SECONDS
             log.warning("the disk cache can't store pages for %.0f s: %s", RETRY_SECONDS, error)

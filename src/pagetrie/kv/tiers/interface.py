@@ -59,6 +59,7 @@ class TierStats:
         dropped_pages: pages that didn't get into the queue to it; queued_bytes: what waits there now.
         get_seconds, put_seconds: time spent on the above.
         healthy: it takes and gives; False while it is read-only, full or unreachable.
+        problem: why it isn't healthy, in words without paths or addresses; empty while it is.
     """
 
     capacity_bytes: int = 0
@@ -76,6 +77,7 @@ class TierStats:
     get_seconds: float = 0.0
     put_seconds: float = 0.0
     healthy: bool = True
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,11 +187,13 @@ class StoreTier:
                 self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
                 self._silent_until = self._clock() + self._pause
                 self.stats.healthy = False
+                self.stats.problem = f"it fails ({type(error).__name__}) and is left alone for a while"
             return None
         if self._pause:
             with self._lock:
                 self._pause = 0.0
                 self.stats.healthy = True
+                self.stats.problem = ""
             log.warning("the store %s works again", self._title)
         return result
 
