@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,11 +15,14 @@ from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import AdmissionReport, FinishReport, StepReport, TokenReport
 from pagetrie.kv.interface import TransferReport, TransferStats
 from pagetrie.kv.tiers.interface import TierStats
+from pagetrie.server.auth import Caller
 from pagetrie.server.metrics import TIERS, Metrics, steps_of_1_2_5
+from pagetrie.server.quota import Quotas
 from tests.engine.toy import World
 from tests.server.double import Snapshot
 from tests.server.test_contexts import RULES, serving
 
+OBSERVABILITY = Path(__file__).parents[2] / "docs" / "observability.md"
 LABELS = {"model_name": "tiny", "engine": "0"}
 
 
@@ -54,7 +59,7 @@ def test_one_request_is_told_in_full():
     metrics.on_finish(finish("r"))
     value = Exposed(metrics)
     assert value("vllm:prefix_cache_queries_total") == 40
-    assert value("vllm:prefix_cache_hits_total") == 20
+    assert value("vllm:prefix_cache_hits_total") == value("vllm:gpu_prefix_cache_hits_total") == 20
     assert value("vllm:external_prefix_cache_queries_total") == 20
     assert value("vllm:external_prefix_cache_hits_total") == 12
     assert value("pagetrie:cache_lookups_total", reason="differs") == 1
@@ -252,3 +257,33 @@ def test_tiers_are_shown_where_there_are_some():
     assert exposed("pagetrie:tier_capacity_bytes", tier="disk") == 1000
     assert [exposed("pagetrie:tier_healthy", tier=tier) for tier in ("disk", "store")] == [0, 1]
     assert exposed("pagetrie:tier_loads_total") == 2
+    assert exposed("vllm:cpu_cache_usage_perc") == 0
+    report.tiers["ram"] = TierStats(capacity_bytes=400, used_bytes=100)
+    assert Exposed(metrics)("vllm:cpu_cache_usage_perc") == 0.25
+
+
+def test_what_is_exposed_is_documented_and_nothing_else():
+    """Name by name, with its kind, with tiers and tenants and all."""
+    world = World(num_pages=40)
+    metrics = Metrics("tiny", 8192)
+    quotas = Quotas()
+    quotas.admit(Caller(), 1, 1)
+    metrics.registry.register(quotas)
+    loop = EngineLoop(world.engine)
+    report = TransferReport({"disk": TierStats()}, TransferStats())
+    metrics.bind(loop.snapshot, lambda: report)
+    text = metrics.expose(world.engine.usage()).decode()
+    exposed = {
+        f"{family.name} {family.type}"
+        for family in text_string_to_metric_families(text)
+        if not (family.name.startswith("process_") or family.name.endswith("_created"))
+    }
+    assert "process_resident_memory_bytes" in text
+    applying, _, others = OBSERVABILITY.read_text().partition("### vLLM's names that don't apply")
+    documented = set()
+    for line in applying.splitlines():
+        if re.match(r"\| `(vllm|pagetrie):", line):
+            names, kind = line.split("|")[1:3]
+            documented |= {f"{name} {kind.strip()}" for name in re.findall(r"`([\w:]+)`", names)}
+    assert documented == exposed
+    assert not {name for name in re.findall(r"vllm:\w+", others) if re.search(rf"{name}\b", text)}

@@ -38,6 +38,7 @@ def serve(settings: Settings) -> None:
     def make_observer(name: str, max_model_len: int) -> EngineObserver:
         labels = {
             "cache_dtype": settings.kv_dtype,
+            "enable_prefix_caching": str(settings.prefix_index != "none" and settings.kv_layout == "paged"),
             "prefix_index": settings.prefix_index,
             "kv_layout": settings.kv_layout,
         }

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pagetrie.engine.cache_records import MISS_REASONS
@@ -38,8 +39,13 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 POOL = "pool"
 TIERS = (POOL, "ram", "disk", "store")
 """Where cached tokens come from: the pool, or a tier below it."""
-OLD_NAMES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
-"""What older dashboards call a histogram."""
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+OLD_NAMES = {
+    "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
+    "vllm:prefix_cache_hits": "vllm:gpu_prefix_cache_hits",
+}
+"""What older dashboards call them."""
 
 
 def steps_of_1_2_5(limit: int) -> list[int]:
@@ -82,11 +88,14 @@ class Metrics(EngineObserver):
         self._snapshot: Callable[[], Snapshot] | None = None
         self._transfers: Callable[[], TransferReport | None] = lambda: None
         self._open: dict[str, _OpenRequest] = {}
-        self._renamed: list[Histogram] = []
+        self._renamed: list[MetricWrapperBase] = []
         sizes = steps_of_1_2_5(max_model_len)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, tuple(self._labels), registry=self.registry).labels(**self._labels)
+            family = Counter(name, text, tuple(self._labels), registry=self.registry)
+            if name in OLD_NAMES:
+                self._renamed.append(family)
+            return family.labels(**self._labels)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=tuple(buckets))
@@ -171,7 +180,9 @@ class Metrics(EngineObserver):
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not taken from the cache.", sizes
         )
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
+        self._step_time = histogram("pagetrie:step_duration_seconds", "Scheduling and computing a step.", STEP_BUCKETS)
         self.registry.register(_SnapshotCollector(self))
+        ProcessCollector(registry=self.registry)
 
     def bind(
         self, snapshot: Callable[[], Snapshot], transfers: Callable[[], TransferReport | None] = lambda: None
@@ -195,6 +206,7 @@ class Metrics(EngineObserver):
         self._preemptions.inc(report.preemptions)
         if report.computed_tokens:
             self._iteration.observe(report.computed_tokens)
+            self._step_time.observe(report.duration)
 
     def on_admission(self, report: AdmissionReport) -> None:
         loaded = sum(report.cached_by_tier.values())
@@ -288,6 +300,12 @@ class Metrics(EngineObserver):
         usage = now.active_pages / now.total_pages if now.total_pages else 0.0
         yield gauge("vllm:kv_cache_usage_perc", "Share of pages in use by requests, 0 to 1.", usage)
         yield gauge("vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.", usage)
+        report = self._transfers()
+        ram = None if report is None else report.tiers.get("ram")
+        ram_usage = ram.used_bytes / ram.capacity_bytes if ram is not None and ram.capacity_bytes else 0.0
+        yield gauge("vllm:cpu_cache_usage_perc", "Share of the memory tier in use, 0 to 1.", ram_usage)
+        swapped = "Requests whose pages were moved out of the pool: none ever, as a preempted one's pages stay cached."
+        yield gauge("vllm:num_requests_swapped", swapped, 0)
         config = {
             **self._labels,
             **self._cache_config,
@@ -317,7 +335,6 @@ class Metrics(EngineObserver):
             family = CounterMetricFamily(name, text, labels=names)
             family.add_metric(values, count)
             yield family
-        report = self._transfers()
         if report is not None:
             yield from tier_metrics(report, self._labels)
 
@@ -341,7 +358,7 @@ class Metrics(EngineObserver):
         yield gauge("pagetrie:tree_tokens", "Tokens in the prefix tree.", tree.tokens)
 
     def old_names(self) -> Iterable[Metric]:
-        """Histograms once more, under the names that older dashboards ask for."""
+        """Some counts once more, under the names that older dashboards ask for."""
         for family in self._renamed:
             for metric in family.collect():
                 old = Metric(OLD_NAMES[metric.name], f"The older name of {metric.name}.", metric.type)
