@@ -190,16 +190,19 @@ void packed_tile(const PackedMatrix& matrix, const uint8_t* block, const Quantiz
   ((_mm256_store_ps(acc + r * kPanel, f[r]), _mm256_store_ps(acc + r * kPanel + 8, h[r])), ...);
 }
 
-// Add an unpacked chunk of groups to R rows of sums.
+// Add an unpacked chunk of groups to R rows of sums. `later` is asked for meanwhile, a packed group per group.
 template <class Q, int... r>
-void unpacked_tile(const Unpacked& w, const QuantizedRows& x, int64_t first, int count, float* acc,
+void unpacked_tile(const Unpacked& w, const QuantizedRows& x, int64_t first, int count, float* acc, const uint8_t* later,
              std::integer_sequence<int, r...> rows) {
   constexpr int R = sizeof...(r);
   constexpr bool q4 = std::is_same<Q, Q4>::value;
   const int64_t groups = x.groups, row_bytes = x.row_bytes();
   const uint8_t* a[R];
   ((a[r] = x.values + r * row_bytes + first * Q::row_group_bytes), ...);
+  constexpr int64_t block_bytes = PackedMatrix::block_bytes(q4 ? Format::q4 : Format::q8);
   for (int g = 0; g < count; g++) {
+    if (later)
+      for (int64_t line = 0; line < block_bytes; line += 64) prefetch(later + g * block_bytes + line);
     __m256i s[R], t[R];
     Q::template dot<false>(w.weights + g * Q::weight_bytes, a, s, t, rows);
     const __m256 d0 = _mm256_load_ps(w.scale[g]), d1 = _mm256_load_ps(w.scale[g] + 8);
@@ -237,11 +240,11 @@ void sums(const PackedMatrix& matrix, const QuantizedRows& x, int64_t rows, int6
     for (int g = 0; g < count; g++, block += matrix.block_bytes()) Q::unpack(block, w, g);
     int64_t row = 0;
     for (; row + 4 <= rows; row += 4)
-      unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, RowsOf<4>());
+      unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, row ? nullptr : block, RowsOf<4>());
     switch (rows - row) {
-      case 1: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, RowsOf<1>()); break;
-      case 2: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, RowsOf<2>()); break;
-      case 3: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, RowsOf<3>()); break;
+      case 1: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, nullptr, RowsOf<1>()); break;
+      case 2: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, nullptr, RowsOf<2>()); break;
+      case 3: unpacked_tile<Q>(w, x.from_row(row), first, count, acc + row * kPanel, nullptr, RowsOf<3>()); break;
     }
   }
 }
