@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -38,6 +39,10 @@ class Valkey:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(0.01)
         raise AssertionError("the store didn't start")
+
+    def freeze(self) -> None:
+        """Answer nothing any more, and keep connections open."""
+        self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         self._process.kill()
