@@ -1,4 +1,4 @@
-"""Shared stores: a real Valkey, a folder through obstore, and one that fails as it is told."""
+"""Shared stores: a real Valkey, a folder and an S3 server through obstore, Mooncake, and one that fails when told."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from pagetrie.errors import ConfigError
 from pagetrie.kv.tiers.opening import TierOptions, open_tiers
-from pagetrie.kv.tiers.store import FIRST_PAUSE, LONGEST_PAUSE, Backend, StoreTier, open_backend
+from pagetrie.kv.tiers.store import FIRST_PAUSE, LONGEST_PAUSE, RETRY_SECONDS, Backend, StoreTier, open_backend
 from tests.engine.toy import ToyMemory
 from tests.kv.tiers.pages import PAGE_BYTES, SECRET, Clock, chain, content, read
-from tests.kv.tiers.servers import Valkey
+from tests.kv.tiers.servers import S3, Mooncake, Valkey
 
 
 def tier_on(backend: Backend, *, secret: bytes = SECRET, clock: Clock | None = None) -> StoreTier:
@@ -27,13 +27,25 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
     server.kill()
 
 
-@pytest.fixture(params=["valkey", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(
+    params=[
+        "valkey",
+        "file",
+        pytest.param("s3", marks=pytest.mark.slow),
+        pytest.param("mooncake", marks=pytest.mark.slow),
+    ]
+)
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "file":
-        return f"file://{tmp_path}/new/store"
-    server: Valkey = request.getfixturevalue("valkey")
-    server.client.flushall()
-    return server.url
+        yield f"file://{tmp_path}/new/store"
+    elif request.param == "valkey":
+        server: Valkey = request.getfixturevalue("valkey")
+        server.client.flushall()
+        yield server.url
+    else:
+        other = S3(monkeypatch) if request.param == "s3" else Mooncake()
+        yield other.url
+        other.kill()
 
 
 class BrokenBackend:
@@ -89,6 +101,24 @@ def test_servers_with_other_secrets_share_nothing(url: str) -> None:
     assert read(two, refs) == [] and read(one, refs) == refs
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "mooncake"])
+def test_other_stores_that_die(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A miss and one line in the log; closing doesn't hang."""
+    server, clock = S3(monkeypatch) if kind == "s3" else Mooncake(), Clock()
+    tier, refs = tier_on(open_backend(server.url), clock=clock), chain(4)
+    try:
+        assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
+    finally:
+        server.kill()
+    for _ in range(2):
+        assert read(tier, refs) == [] and tier.contains([refs[0].key]) == 0
+        assert tier.put([(ref, content(ref)) for ref in chain(1, name=b"new")]) == 0
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage() and not tier.stats.healthy
+    tier.close()
+
+
 def test_planted_values_are_misses(valkey: Valkey) -> None:
     """H4 and D6: pickles, other pages' bytes, short, long and empty values: a miss, and nothing is run."""
     refs = chain(2)
@@ -128,6 +158,24 @@ def test_a_store_that_dies_and_comes_back(tmp_path: Path, caplog: pytest.LogCapt
         clock.now += LONGEST_PAUSE
         assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
         assert len(caplog.records) == 2 and tier.stats.healthy and not tier.stats.problem
+    finally:
+        server.kill()
+
+
+def test_a_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No room is no outage: one line, no more values sent for a while, and what is there is found."""
+    server, clock = Valkey(tmp_path), Clock()
+    tier, refs = tier_on(open_backend(server.url), clock=clock), chain(4)
+    try:
+        assert tier.put([(ref, content(ref)) for ref in refs[:2]]) == 2
+        server.client.config_set("maxmemory", 1)
+        for _ in range(3):
+            assert tier.put([(ref, content(ref)) for ref in refs[2:]]) == 0
+        assert read(tier, refs) == refs[:2] and tier.stats.healthy
+        assert tier.stats.refused_pages == 6 and len(caplog.records) == 1
+        server.client.config_set("maxmemory", 0)
+        clock.now += RETRY_SECONDS
+        assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
     finally:
         server.kill()
 

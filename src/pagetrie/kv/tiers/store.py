@@ -25,9 +25,15 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 << 20
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+RETRY_SECONDS = 30.0
+"""How long nothing is stored after the store was full."""
 _KNOWN_KEYS = 65_536
 
 T = TypeVar("T")
+
+
+class StoreFullError(Exception):
+    """The store works, and takes nothing more for now."""
 
 
 class Backend(Protocol):
@@ -39,7 +45,9 @@ class Backend(Protocol):
         """The values; None for those that aren't there. No value is read beyond ``limit`` bytes."""
         ...
 
-    def put(self, items: Sequence[tuple[str, bytes]]) -> None: ...
+    def put(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """Store values. Raises StoreFullError if there is no room."""
+        ...
 
     def close(self) -> None: ...
 
@@ -78,6 +86,7 @@ class StoreTier:
         self._lock = Lock()
         self._pause = 0.0
         self._silent_until = 0.0
+        self._full_until = 0.0
         self.stats = TierStats()
 
     def holds(self, key: bytes) -> bool:
@@ -129,9 +138,9 @@ class StoreTier:
         for start in range(0, len(pages), self._batch):
             batch = pages[start : start + self._batch]
             began = self._clock()
-            done = self._try(partial(self._put, batch))
+            done = self._try(partial(self._put, batch)) if began >= self._full_until else None
             self.stats.put_seconds += self._clock() - began
-            if done is None:
+            if not done:
                 self.stats.refused_pages += len(batch)
                 continue
             stored += len(batch)
@@ -139,7 +148,7 @@ class StoreTier:
         return stored
 
     def _put(self, pages: Sequence[tuple[PageRef, Bytes]]) -> bool:
-        """What another server stored meanwhile isn't sent again."""
+        """What another server stored meanwhile isn't sent again. False if there is no room."""
         there = self._backend.exists([_name(ref.key) for ref, _ in pages])
         items = [
             (_name(ref.key), b"".join((pack_head(ref, data.data, self._seal), data.data)))
@@ -147,7 +156,12 @@ class StoreTier:
             if not known
         ]
         if items:
-            self._backend.put(items)
+            try:
+                self._backend.put(items)
+            except StoreFullError as error:
+                log.warning("the store %s takes no pages for %.0f s: %s", self._title, RETRY_SECONDS, _line(error))
+                self._full_until = self._clock() + RETRY_SECONDS
+                return False
         self.stats.stored_pages += len(items)
         self.stats.stored_bytes += len(items) * self._bytes_per_page
         return True
@@ -183,7 +197,7 @@ class StoreTier:
         except Exception as error:  # noqa: BLE001 - each client library has its own
             with self._lock:
                 if not self._pause:
-                    log.warning("the store %s fails, going on without it: %s", self._title, error)
+                    log.warning("the store %s fails, going on without it: %s", self._title, _line(error))
                 self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
                 self._silent_until = self._clock() + self._pause
                 self.stats.healthy = False
@@ -196,6 +210,11 @@ class StoreTier:
                 self.stats.problem = ""
             log.warning("the store %s works again", self._title)
         return result
+
+
+def _line(error: Exception) -> str:
+    """The first line of what an error says, or else what it is: some clients tell their whole life."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _name(key: bytes) -> str:
@@ -224,7 +243,7 @@ def open_backend(url: str) -> Backend:
             return MooncakeBackend(url)
     except ImportError as error:
         raise ConfigError(
-            f"{scheme}:// stores need a package that isn't installed ({error.name}); "
+            f"{scheme}:// stores need what isn't installed ({error}); "
             f"pip install 'pagetrie[{'mooncake' if scheme == 'mooncake' else 'store'}]'"
         ) from error
     raise ConfigError(f"no kind of store is called {scheme!r}; there are redis://, file://, s3:// and mooncake://")

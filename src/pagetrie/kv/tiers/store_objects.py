@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +21,8 @@ class ObjectBackend:
 
     Args:
         url: ``file:///folder`` (made if it isn't there) or ``s3://bucket/prefix``; S3's credentials, region and
-            endpoint come from the usual ``AWS_*`` variables.
+            endpoint come from the usual ``AWS_*`` variables (``AWS_ENDPOINT_URL``; ``AWS_ALLOW_HTTP=true`` for an
+            endpoint without TLS).
     """
 
     def __init__(self, url: str) -> None:
@@ -29,7 +31,11 @@ class ObjectBackend:
         else:
             self._store = from_url(
                 url,
-                client_options={"timeout": timedelta(seconds=ANSWER_SECONDS)},
+                # Options that are given replace what these variables say.
+                client_options={
+                    "timeout": timedelta(seconds=ANSWER_SECONDS),
+                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
+                },
                 retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=ANSWER_SECONDS)},
             )
 

@@ -8,6 +8,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from pagetrie.kv.tiers.store import StoreFullError
+
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 5.0
 _PREFIX = "pagetrie:page:1:"
 
@@ -50,7 +52,10 @@ class RedisBackend:
         with self._client.pipeline(transaction=False) as pipeline:
             for name, value in items:
                 pipeline.set(_PREFIX + name, value)
-            pipeline.execute()
+            try:
+                pipeline.execute()
+            except redis.OutOfMemoryError as error:
+                raise StoreFullError(str(error)) from error
 
     def close(self) -> None:
         self._client.close()
