@@ -10,6 +10,7 @@ from pagetrie.assembly import Parts, build
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import EngineObserver, Observers
 from pagetrie.engine.recording import TraceRecorder
+from pagetrie.engine.timeline import Timeline
 from pagetrie.errors import ConfigError
 from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
@@ -34,6 +35,7 @@ def serve(settings: Settings) -> None:
     access = _access(settings)
     made: list[Metrics] = []
     recorder = None if settings.record is None else TraceRecorder(settings.record.expanduser(), settings.page_size)
+    timeline = Timeline()
 
     def make_observer(name: str, max_model_len: int) -> EngineObserver:
         labels = {
@@ -43,7 +45,7 @@ def serve(settings: Settings) -> None:
             "kv_layout": settings.kv_layout,
         }
         made.append(Metrics(name, max_model_len, labels))
-        return made[0] if recorder is None else Observers([made[0], recorder])
+        return Observers([made[0], timeline] if recorder is None else [made[0], timeline, recorder])
 
     # A plain chat client finds its prefixes again after a restart, with no call of its own.
     pages = (settings.cache_dir or cache_dir()) / "pages"
@@ -62,6 +64,7 @@ def serve(settings: Settings) -> None:
         model_name=parts.name,
         max_model_len=parts.max_model_len,
         metrics=made[0],
+        timeline=timeline,
         max_body_bytes=settings.max_body_size,
         context_ttl=settings.context_ttl,
         stuck_after=settings.stuck_after,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Sequence_
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -241,6 +242,24 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
+
+    @property
+    def running(self) -> Sequence_[Sequence]:
+        """Sequences with a seat, by rank."""
+        return self._scheduler.running
+
+    @property
+    def requests(self) -> Collection[RequestState]:
+        """All requests in flight, the oldest first."""
+        return self._states.values()
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    def now(self) -> float:
+        """Seconds, by the clock of all reports."""
+        return self._clock()
 
     @property
     def num_deferred(self) -> int:
@@ -531,7 +550,7 @@ class Engine:
             state.first_token_at = now
         if self._tells_tokens:
             gap = now - (state.arrival if last is None else last)
-            self._observer.on_token(TokenReport(state.request.request_id, last is None, gap))
+            self._observer.on_token(TokenReport(state.request.request_id, last is None, gap, now))
 
     # -- endings -----------------------------------------------------------------------------------------------------
 

@@ -91,11 +91,12 @@ class PrefillReport:
 
 @dataclass(slots=True)
 class TokenReport:
-    """A choice got a token. ``gap`` is the time since its previous one; for the first, since arrival (TTFT)."""
+    """A choice got a token, at ``time``. ``gap`` is the time since its previous one; for the first, since arrival."""
 
     request_id: str
     first: bool
     gap: float
+    time: float = 0.0
 
 
 @dataclass(slots=True)

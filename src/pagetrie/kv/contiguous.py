@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
+from pagetrie.kv.picture import EdgeText, Numbers, Picture, draw_reserved
 
 
 class ContiguousCacheManager:
@@ -66,6 +67,12 @@ class ContiguousCacheManager:
 
     def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
         """Nothing: nothing is shared."""
+
+    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+        return draw_reserved(self.num_pages, [page for slot in self._held for page in self._pages(slot)])
+
+    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
+        return []
 
     @property
     def available_pages(self) -> int:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.tiers.interface import TierStats
+
+if TYPE_CHECKING:
+    from pagetrie.kv.picture import EdgeText, Numbers, Picture
 
 
 class PendingPage:
@@ -267,6 +270,20 @@ class KVCache(Protocol):
 
     def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
         """Undo ``declare_public`` for what is opened from now on."""
+        ...
+
+    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+        """Draw the cache as it is now.
+
+        Args:
+            leases: of running sequences, with their namespaces.
+            numbers: the same from picture to picture.
+            limit: most edges of the tree to show.
+        """
+        ...
+
+    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
+        """What is stored in a namespace, edge by edge, parents first, up to ``budget`` tokens."""
         ...
 
     @property

@@ -18,6 +18,7 @@ from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import CacheLease, CacheStats, PendingPage, ResetReport
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Match, Node, root_of
+from pagetrie.kv.picture import EdgeText, Numbers, Picture, draw, read_texts
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
@@ -145,6 +146,13 @@ class CacheManager:
 
     def tree_size(self) -> tuple[int, int, int, int]:
         return self.index.size()
+
+    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+        loading = [] if self.transfers is None else self.transfers.pages_on_their_way()
+        return draw(self.pool, self.index, leases, loading, numbers, limit)
+
+    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
+        return read_texts(self.index, namespace, numbers, budget)
 
     @property
     def available_pages(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pagetrie.kv import CacheHold, CacheLease, CacheStats, Diagnosis, KVCache, ResetReport
 from pagetrie.kv.holding import Holding, measure
+from pagetrie.kv.picture import EdgeText, Numbers, Picture
 
 
 class MeteredCache:
@@ -49,6 +50,12 @@ class MeteredCache:
 
     def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
         self._cache.withdraw_public(tokens, namespace)
+
+    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+        return self._cache.picture(leases, numbers, limit)
+
+    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
+        return self._cache.texts(namespace, numbers, budget)
 
     @property
     def available_pages(self) -> int:

@@ -154,6 +154,10 @@ class PageTree(ABC):
         """The root of a namespace; None if nothing of it is stored or held."""
         return self._roots.get(namespace)
 
+    def roots(self) -> list[Node]:
+        """The roots of namespaces that can be matched, and of those that a reset has left to their holders."""
+        return [*self._roots.values(), *self._dead_roots]
+
     @abstractmethod
     def namer(self, node: Node | None, namespace: bytes) -> PageNamer:
         """Names the pages that follow ``node`` (of whole pages, or a root); of a namespace's first pages for None."""
@@ -353,7 +357,7 @@ class PageTree(ABC):
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
-        for root in [*self._roots.values(), *self._dead_roots]:
+        for root in self.roots():
             yield from walk(root)
 
     def size(self) -> tuple[int, int, int, int]:
@@ -381,7 +385,7 @@ class PageTree(ABC):
         pages: list[int] = []
         active_pages = 0
         evictable: set[Node] = set()
-        for root in [*self._roots.values(), *self._dead_roots]:
+        for root in self.roots():
             assert root.children or root.pins, "an empty, unheld root was kept"
             assert root.active_children == sum(1 for child in root.children if is_active(child))
         for node in self.nodes():

@@ -495,6 +495,10 @@ class Transfers:
             tiers[name].dropped_pages, tiers[name].queued_bytes = queue.dropped_pages, queue.waiting_bytes
         return TransferReport(tiers, replace(self.stats))
 
+    def pages_on_their_way(self) -> list[int]:
+        """The pages themselves."""
+        return [page for f in (*self._flights, *self._cancelled) for page in f.load.pages[f.published :]]
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A step computed this many prompt tokens in that time."""
         speed = tokens / max(seconds, 1e-6)
@@ -552,7 +556,7 @@ class Transfers:
     def check(self) -> None:
         """Recount by brute force (for tests). Raises AssertionError on any disagreement."""
         pool = self._manager.pool
-        held = [page for f in (*self._flights, *self._cancelled) for page in f.load.pages[f.published :]]
+        held = self.pages_on_their_way()
         assert len(held) == len(set(held)) == self.loading_pages
         assert all(pool.state[page] == PRIVATE and pool.references[page] == 1 for page in held)
         for flight in self._flights:

@@ -14,13 +14,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
+from pagetrie.engine.live import LiveView
+from pagetrie.engine.timeline import Timeline
 from pagetrie.errors import PagetrieError
 from pagetrie.server import chat, completions, contexts, explain, health, openapi, public_prefixes, tokenization
 from pagetrie.server.auth import Access, Authentication
 from pagetrie.server.context import HttpError, ServerContext
+from pagetrie.server.dashboard import check_local, serve_file
 from pagetrie.server.disconnect import ClientGoneError
 from pagetrie.server.engine_api import Engine
 from pagetrie.server.errors import http_error, is_expected, model_not_found, to_api_error
+from pagetrie.server.live import LiveFeed
 from pagetrie.server.logprobs import TokenNames
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.middleware import AccessLog, BodyLimit, logger
@@ -42,6 +46,7 @@ def create_app(
     model_name: str,
     max_model_len: int,
     metrics: Metrics,
+    timeline: Timeline | None = None,
     aliases: Sequence[str] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     prepare_threads: int = 4,
@@ -64,7 +69,7 @@ def create_app(
         tokenizer, chat_template: the model's; without a template chat is refused.
         model_name: the name that /v1/models shows; requests may also use ``aliases`` or leave the name out.
         max_model_len: the context limit in tokens, as told by /v1/models and /tokenize.
-        metrics: must also be the engine's observer to show anything.
+        metrics, timeline: must also be among the engine's observers to show anything.
         max_body_bytes: larger request bodies get 413.
         prepare_threads: threads that parse, render and tokenise ordinary requests.
         system_fingerprint: told in every answer.
@@ -121,6 +126,8 @@ def create_app(
     _add_generation_routes(app, context)
     _add_context_routes(app, context)
     _add_admin_routes(app, context)
+    app.state.live = LiveFeed(context, LiveView(timeline or Timeline()))
+    _add_live_routes(app, app.state.live)
     _add_service_routes(app, context)
     _add_description(app, context, keys=access is not None)
     return app
@@ -186,6 +193,24 @@ def _add_admin_routes(app: FastAPI, context: ServerContext) -> None:
     @app.delete("/v1/admin/public_prefixes/{name}")
     async def delete(name: str) -> Response:
         return await public_prefixes.delete(context, name)
+
+
+def _add_live_routes(app: FastAPI, feed: LiveFeed) -> None:
+    @app.get("/dashboard")
+    @app.get("/dashboard/{name}")
+    async def page(request: Request, name: str = "") -> Response:
+        check_local(request)
+        return serve_file(name)
+
+    @app.get("/v1/admin/live")
+    async def live(request: Request) -> Response:
+        check_local(request)
+        return await feed.watch(request)
+
+    @app.get("/v1/admin/find")
+    async def find(request: Request) -> Response:
+        check_local(request)
+        return await feed.find(request)
 
 
 def _add_service_routes(app: FastAPI, context: ServerContext) -> None:

@@ -1,0 +1,282 @@
+"""The cache as a picture: the state of every page, and the prefix tree cut down to what a screen can show.
+
+Drawn between two steps, so it is made of few passes and bulk operations; what is made of it is made elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import chain, count
+
+import numpy as np
+
+from pagetrie.kv.interface import CacheLease
+from pagetrie.kv.page_tree import Node, PageTree, is_active
+from pagetrie.kv.pool import INDEXED, PRIVATE, PagePool
+from pagetrie.kv.tokens import TOKEN_BYTES
+
+FREE, ACTIVE, CACHED, LOADING = range(4)
+"""States of a page in a picture."""
+
+NOBODY = 255
+HEAD_TOKENS = 32
+"""Tokens of an edge that are kept to show what it says."""
+
+
+@dataclass(slots=True)
+class Edge:
+    """An edge of the tree; edges that follow each other without a branch, and that nobody stands between, are one.
+
+    Attributes:
+        number: names it as long as it lives.
+        parent: place of its parent in the picture; -1 for a root's child.
+        namespace: place of its namespace.
+        start: tokens before it.
+        tokens, pages: its own.
+        below: tokens of it and everything under it.
+        leaves: ends under it, itself if it is one.
+        pins: leases and holds that stand on its end.
+        active: it or something under it is in use.
+        last_used: larger is later.
+        head: its first tokens (u32 LE, up to ``HEAD_TOKENS``).
+        hidden: edges directly under it that are not in the picture.
+    """
+
+    number: int
+    parent: int
+    namespace: int
+    start: int
+    tokens: int
+    pages: int
+    below: int
+    leaves: int
+    pins: int
+    active: bool
+    last_used: int
+    head: bytes
+    hidden: int = 0
+
+
+@dataclass(slots=True)
+class Picture:
+    """One moment.
+
+    Attributes:
+        states: a byte per page, ``FREE`` to ``LOADING``.
+        shares: a byte per page: page tables of running sequences that hold it, at most 255.
+        owners: a byte per page: place of its namespace, or ``NOBODY``.
+        namespaces: those that appear, at most 255.
+        edges: parents before children.
+        edges_in_all: how many there are, shown or not.
+    """
+
+    states: bytes
+    shares: bytes
+    owners: bytes
+    namespaces: list[bytes] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    edges_in_all: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeText:
+    """What an edge says.
+
+    Attributes:
+        path: numbers of the edges that lead to it, itself last.
+        start: tokens before it.
+        before: the last of these (u32 LE, up to ``HEAD_TOKENS``).
+        tokens: its own (u32 LE).
+    """
+
+    path: list[int]
+    start: int
+    before: bytes
+    tokens: bytes
+
+
+class Numbers:
+    """Gives each node a number for as long as it is seen in every picture."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self._next = count(1)
+
+    def of(self, node: Node) -> int:
+        """The number of a node in the latest picture; 0 if it wasn't in it."""
+        return self._known.get(id(node), 0)
+
+    def renew(self, nodes: Sequence[Node]) -> list[int]:
+        """The numbers of all nodes of a picture."""
+        known, self._known = self._known, {}
+        for node in nodes:
+            key = id(node)
+            self._known[key] = known.get(key) or next(self._next)
+        return list(self._known.values())
+
+
+def draw_reserved(num_pages: int, taken: Sequence[int]) -> Picture:
+    """A pool of reservations: a page is taken or free."""
+    states = np.full(num_pages, FREE, np.uint8)
+    states[list(taken)] = ACTIVE
+    shares = (states == ACTIVE).astype(np.uint8)
+    return Picture(states.tobytes(), shares.tobytes(), np.full(num_pages, NOBODY, np.uint8).tobytes())
+
+
+def draw(
+    pool: PagePool,
+    tree: PageTree,
+    leases: Sequence[tuple[CacheLease, bytes]],
+    loading: Sequence[int],
+    numbers: Numbers,
+    limit: int,
+) -> Picture:
+    """Draw a pool and its tree.
+
+    Args:
+        pool, tree: what to draw.
+        leases: of running sequences, with their namespaces.
+        loading: pages that a load fills.
+        numbers: from picture to picture.
+        limit: most edges to show: those with most tokens under them.
+    """
+    namespaces: dict[bytes, int] = {}
+
+    def place(namespace: bytes) -> int:
+        if namespace not in namespaces and len(namespaces) == NOBODY:
+            return NOBODY
+        return namespaces.setdefault(namespace, len(namespaces))
+
+    states = _STATES[np.frombuffer(pool.state, np.uint8)]
+    owners = np.full(pool.num_pages, NOBODY, np.uint8)
+    tables = [lease.pages for lease, _ in leases]
+    held = _flat(tables)
+    lengths = np.array([len(table) for table in tables], np.intp)
+    owners[held] = np.repeat(np.array([place(namespace) for _, namespace in leases], np.uint8), lengths)
+    states[np.asarray(loading, np.intp)] = LOADING
+    walked = _Walk(tree)
+    for root, first, end in walked.roots:
+        nodes = walked.nodes[first:end]
+        owners[_flat([node.pages for run in nodes for node in run])] = place(bytes(root.tokens))
+        states[_flat([node.pages for run in nodes for node in run if is_active(node)])] = ACTIVE
+    shares = np.bincount(held, minlength=pool.num_pages).clip(max=NOBODY).astype(np.uint8)
+    return Picture(
+        states=states.tobytes(),
+        shares=shares.tobytes(),
+        owners=owners.tobytes(),
+        namespaces=list(namespaces),
+        edges=walked.edges(numbers, limit, place),
+        edges_in_all=len(walked.nodes),
+    )
+
+
+_STATES = np.array([FREE, ACTIVE, CACHED], np.uint8)
+assert (PRIVATE, INDEXED) == (1, 2)
+
+
+def _flat(tables: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    return np.fromiter(chain.from_iterable(tables), np.intp)
+
+
+class _Walk:
+    """All edges of a tree, parents before children, with what is below them.
+
+    Attributes:
+        nodes: the nodes that make up each edge.
+        parents: place of each edge's parent, or -1.
+        roots: root, and where its edges begin and end.
+    """
+
+    def __init__(self, tree: PageTree) -> None:
+        self.nodes: list[list[Node]] = []
+        self.parents: list[int] = []
+        self.roots: list[tuple[Node, int, int]] = []
+        for root in tree.roots():
+            first = len(self.nodes)
+            stack = [(child, -1) for child in reversed(root.children)]
+            while stack:
+                node, parent = stack.pop()
+                run = [node]
+                while len(node.children) == 1 and not node.pins:
+                    node = node.children[0]
+                    run.append(node)
+                place = len(self.nodes)
+                self.nodes.append(run)
+                self.parents.append(parent)
+                stack += [(child, place) for child in reversed(node.children)]
+            self.roots.append((root, first, len(self.nodes)))
+
+    def edges(self, numbers: Numbers, limit: int, place: Callable[[bytes], int]) -> list[Edge]:
+        """The ``limit`` edges with most tokens below them. With an edge its parent is chosen: that has no fewer."""
+        runs, parents = self.nodes, self.parents
+        own = [sum(len(node.tokens) for node in run) // TOKEN_BYTES for run in runs]
+        below, leaves = own.copy(), [0] * len(runs)
+        starts = [0] * len(runs)
+        for index, parent in enumerate(parents):
+            if parent >= 0:
+                starts[index] = starts[parent] + own[parent]
+        for index in range(len(runs) - 1, -1, -1):
+            leaves[index] = leaves[index] or 1
+            if parents[index] >= 0:
+                below[parents[index]] += below[index]
+                leaves[parents[index]] += leaves[index]
+        names = numbers.renew([run[-1] for run in runs])
+        chosen = sorted(nlargest(limit, range(len(runs)), key=lambda index: (below[index], -index)))
+        shown = {index: position for position, index in enumerate(chosen)}
+        spaces = [0] * len(runs)
+        for root, first, end in self.roots:
+            spaces[first:end] = [place(bytes(root.tokens))] * (end - first)
+        edges = [
+            Edge(
+                number=names[index],
+                parent=shown[parents[index]] if parents[index] >= 0 else -1,
+                namespace=spaces[index],
+                start=starts[index],
+                tokens=own[index],
+                pages=sum(len(node.pages) for node in runs[index]),
+                below=below[index],
+                leaves=leaves[index],
+                pins=runs[index][-1].pins,
+                active=is_active(runs[index][0]),
+                last_used=runs[index][0].last_used,
+                head=_head(runs[index]),
+            )
+            for index in chosen
+        ]
+        for index, parent in enumerate(parents):
+            if parent >= 0 and index not in shown and parent in shown:
+                edges[shown[parent]].hidden += 1
+        return edges
+
+
+def read_texts(tree: PageTree, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
+    """The edges of a namespace, parents first, until their tokens are more than ``budget``."""
+    walked, found = _Walk(tree), list[EdgeText]()
+    for root, first, end in walked.roots:
+        if bytes(root.tokens) != namespace or root.dead:
+            continue
+        for place in range(first, end):
+            run, parent = walked.nodes[place], walked.parents[place]
+            above = found[parent - first] if parent >= 0 else EdgeText([], 0, b"", b"")
+            text = EdgeText(
+                path=[*above.path, numbers.of(run[-1])],
+                start=above.start + len(above.tokens) // TOKEN_BYTES,
+                before=(above.before + above.tokens)[-HEAD_TOKENS * TOKEN_BYTES :],
+                tokens=b"".join(bytes(node.tokens) for node in run),
+            )
+            budget -= len(text.tokens) // TOKEN_BYTES
+            if budget < 0:
+                return found
+            found.append(text)
+    return found
+
+
+def _head(run: list[Node]) -> bytes:
+    head = bytes(run[0].tokens[: HEAD_TOKENS * TOKEN_BYTES])
+    for node in run[1:]:
+        if len(head) >= HEAD_TOKENS * TOKEN_BYTES:
+            break
+        head += bytes(node.tokens[: HEAD_TOKENS * TOKEN_BYTES - len(head)])
+    return head

@@ -1,0 +1,192 @@
+"""A live snapshot as JSON: short arrays, since a frame goes out every second to every viewer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pagetrie.engine.live import WINDOW, LiveSnapshot, RequestView
+from pagetrie.engine.timeline import percentiles
+from pagetrie.kv.picture import NOBODY, Edge, Picture
+from pagetrie.kv.tokens import unpack_tokens
+from pagetrie.server.text_api import TokenizerLike
+
+MAX_CELLS = 4096
+"""Cells of the map; in a larger pool each stands for several pages."""
+LABEL_CHARACTERS = 160
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_MOST = len(_DIGITS) - 1
+
+
+class Labels:
+    """Texts of edges, decoded once. Only those of one namespace are shown.
+
+    Args:
+        tokenizer: decodes.
+        namespace: whose texts may be shown.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, namespace: bytes) -> None:
+        self.namespace = namespace
+        self._tokenizer = tokenizer
+        self._known: dict[bytes, str] = {}
+
+    def of(self, edges: Sequence[Edge], namespaces: Sequence[bytes]) -> list[str | None]:
+        """What each edge begins with; None where that is nobody's business."""
+        known: dict[bytes, str] = {}
+        labels: list[str | None] = []
+        for edge in edges:
+            if edge.namespace == NOBODY or namespaces[edge.namespace] != self.namespace:
+                labels.append(None)
+                continue
+            text = known.get(edge.head) or self._known.get(edge.head)
+            if text is None:
+                text = self._tokenizer.decode(unpack_tokens(edge.head), skip_special=False)[:LABEL_CHARACTERS]
+            known[edge.head] = text
+            labels.append(text)
+        self._known = known
+        return labels
+
+
+def frame(snapshot: LiveSnapshot, labels: Labels, server: dict[str, Any]) -> dict[str, Any]:
+    """The whole frame.
+
+    Args:
+        snapshot: the moment.
+        labels: decodes what edges say.
+        server: what stays the same, and when this is.
+    """
+    picture, usage, stats = snapshot.picture, snapshot.usage, snapshot.stats
+    holding = usage.holding
+    return {
+        "server": {**server, "page_size": snapshot.page_size, "build_ms": round(snapshot.build_seconds * 1e3, 2)},
+        "load": {
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "contexts": snapshot.contexts,
+            "prefill_tokens": snapshot.prefill_tokens,
+            "generated_tokens": snapshot.generated_tokens,
+            "preemptions": snapshot.preemptions,
+        },
+        "pages": {
+            "total": stats.total_pages,
+            "free": stats.free_pages,
+            "active": stats.active_pages,
+            "cached": stats.cached_pages,
+            "loading": stats.loading_pages,
+            "pinned": stats.pinned_pages,
+            "evicted": stats.evicted_pages,
+            "copied": stats.copied_pages,
+            **_cells(picture),
+        },
+        "namespaces": _names(picture.namespaces, labels.namespace),
+        "tree": {
+            "all": picture.edges_in_all,
+            **asdict(usage.tree),
+            "edges": _edges(picture, labels.of(picture.edges, picture.namespaces)),
+        },
+        "requests": [_request(request, picture.namespaces) for request in snapshot.requests],
+        "more_waiting": snapshot.more_waiting,
+        "latency": {
+            "window": WINDOW,
+            "ttft": _milliseconds(snapshot.first_tokens),
+            "tpot": _milliseconds(snapshot.token_times),
+        },
+        "hits": {"window": WINDOW, "prompt": snapshot.prompt_tokens, "tiers": snapshot.cached_by_tier},
+        "misses": snapshot.misses,
+        "tiers": {
+            name: {
+                "pages": tier.pages,
+                "used": tier.used_bytes,
+                "capacity": tier.capacity_bytes,
+                "healthy": tier.healthy,
+            }
+            for name, tier in snapshot.tiers.items()
+        },
+        "memory": {
+            "pages": holding.pages,
+            "references": holding.references,
+            "slots": holding.slots,
+            "unused": usage.unused,
+            "reserved": usage.reserved,
+            "unused_if_reserved": usage.unused_if_reserved,
+        },
+    }
+
+
+def _cells(picture: Picture) -> dict[str, Any]:
+    """One character per cell: state, page tables that share it, and namespace (z for more, - for nobody)."""
+    total = len(picture.states)
+    per_cell = -(-total // MAX_CELLS)
+    if per_cell == 1:
+        states, shares, owners = picture.states, picture.shares, picture.owners
+    else:
+        groups = range(0, total, per_cell)
+        states = bytes(_usual(picture.states[i : i + per_cell]) for i in groups)
+        shares = bytes(max(picture.shares[i : i + per_cell]) for i in groups)
+        owners = bytes(_usual(picture.owners[i : i + per_cell]) for i in groups)
+    return {
+        "per_cell": per_cell,
+        "states": states.translate(_AS_DIGIT).decode(),
+        "shares": shares.translate(_AS_DIGIT).decode(),
+        "owners": owners.translate(_AS_OWNER).decode(),
+    }
+
+
+_AS_DIGIT = bytes(ord(_DIGITS[min(value, _MOST)]) for value in range(256))
+_AS_OWNER = _AS_DIGIT[:NOBODY] + b"-"
+
+
+def _usual(values: bytes) -> int:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _names(namespaces: Sequence[bytes], shown: bytes) -> list[str]:
+    """Namespaces without giving their salts away."""
+    return ["shared" if namespace == shown else f"private {i + 1}" for i, namespace in enumerate(namespaces)]
+
+
+def _edges(picture: Picture, labels: Sequence[str | None]) -> list[list[Any]]:
+    order = {tick: rank for rank, tick in enumerate(sorted({edge.last_used for edge in picture.edges}))}
+    hottest = max(1, len(order) - 1)
+    return [
+        [
+            edge.number, edge.parent, edge.namespace, edge.start, edge.tokens, edge.pages, edge.below, edge.leaves,
+            edge.pins, int(edge.active), 100 if edge.active else round(90 * order[edge.last_used] / hottest),
+            edge.hidden, label,
+        ]
+        for edge, label in zip(picture.edges, labels, strict=True)
+    ]  # fmt: skip
+
+
+EDGE_FIELDS = (
+    "number", "parent", "namespace", "start", "tokens", "pages", "below", "leaves", "pins", "active", "heat", "hidden",
+    "label",
+)  # fmt: skip
+
+
+def _request(request: RequestView, namespaces: Sequence[bytes]) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "phases": [[phase, round(ago, 3)] for phase, ago in request.phases],
+        "namespace": namespaces.index(request.namespace) if request.namespace in namespaces else None,
+        "prompt": request.prompt_tokens,
+        "cached": request.cached_tokens,
+        "computed": request.computed_tokens,
+        "generated": request.generated_tokens,
+        "max": request.max_tokens,
+        "preemptions": request.preemptions,
+        "choices": request.choices,
+        "pages": request.pages,
+        "reason": request.reason,
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
+    found = percentiles(seconds)
+    return {
+        "count": len(seconds),
+        **{f"p{rank}": round(v * 1e3, 1) for rank, v in zip((50, 90, 99), found, strict=False)},
+    }
