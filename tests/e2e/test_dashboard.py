@@ -167,7 +167,7 @@ def test_eight_agents_on_one_trunk(server: Server, open_page: Callable[..., Any]
         phone = open_page(viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True, is_mobile=True)
         next_frame(phone)
         assert phone.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        for by in ("sharing", "namespace", "state"):
+        for by in ("sharing", "owner", "state"):
             phone.select_option("#map-by", by)
             assert sum(counts(phone).values()) == 700
         no_serious_fault(phone)
@@ -184,7 +184,7 @@ def test_eight_agents_on_one_trunk(server: Server, open_page: Callable[..., Any]
 
 
 def test_who_is_somewhere_else_sees_nothing(server: Server) -> None:
-    for path in ("/dashboard", "/dashboard/app.js", "/v1/admin/live", "/v1/admin/find?text=x"):
+    for path in ("/dashboard", "/dashboard/app.js", "/v1/admin/live", "/v1/admin/live/events"):
         answer = server.http.get(path, headers={"host": "rebound.example.com"})
         assert answer.status_code == 403
     page = server.http.get("/dashboard")

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagetrie.kv import CacheManager, encode_namespace
+from pagetrie.kv.namespace import decode_namespace, extend_namespace
 
 KINDS = ("adapter", "salt", "media", "dtype")
 TINY = (None, "", "X", "n", "s\x01", b"", b"X", 0, 1, -1)
@@ -60,6 +61,23 @@ def test_look_alikes_differ(a: dict[str, str | int | bytes | None], b: dict[str,
 @given(parts, parts)
 def test_equal_bytes_mean_equal_parts(a: dict, b: dict) -> None:
     assert (encode_namespace(a) == encode_namespace(b)) == (typed(a) == typed(b))
+
+
+@given(parts, st.binary(max_size=3))
+def test_the_parts_can_be_read_again(a: dict, value: bytes) -> None:
+    extended = extend_namespace(encode_namespace(a), "~", value)
+    assert typed(decode_namespace(encode_namespace(a))) == typed(a)
+    assert typed(decode_namespace(extended)) == typed({**a, "~": value})
+
+
+@given(parts, st.integers(0, 60), st.binary(max_size=20))
+def test_what_is_no_namespace_is_refused_or_read_as_one(a: dict, cut: int, more: bytes) -> None:
+    for data in (more, encode_namespace(a)[:cut] + more, encode_namespace({"salt": "X"})[:-1]):
+        try:
+            decode_namespace(data)
+        except ValueError:
+            continue
+        assert data.startswith(encode_namespace({}))
 
 
 @given(parts)

@@ -154,7 +154,7 @@ async def test_all_that_is_not_named_needs_an_admin_key(keys, make_site):
             if status[1] not in (401, 403):
                 for_tenants.add(path)
             assert status[1] != 401
-    assert open_to_all == {"/health", "/ready"}
+    assert open_to_all == {"/health", "/ready", "/dashboard", "/dashboard/{name}"}
     assert not any(path.startswith(ADMIN_PATHS) for path in for_tenants)
     assert {"/metrics", "/reset_prefix_cache"}.isdisjoint(for_tenants)
     assert {"/v1/chat/completions", "/v1/contexts", "/tokenize", "/v1/models"} <= for_tenants

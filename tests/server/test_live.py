@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +16,12 @@ from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.timeline import Timeline
 from pagetrie.kv.picture import ACTIVE, CACHED, FREE, NOBODY, Picture
 from pagetrie.server import live
+from pagetrie.server.auth import Access
 from pagetrie.server.live_frame import EDGE_FIELDS, MAX_CELLS, _cells
 from tests.engine.toy import World
 from tests.server.conftest import Site
 from tests.server.double import ByteTokenizer
+from tests.server.test_auth import Keys, bearer
 
 pytestmark = pytest.mark.anyio
 RULES = "These are the rules that every player of the game must keep."
@@ -27,11 +30,11 @@ RULES = "These are the rules that every player of the game must keep."
 class Watched:
     """A served world, its feed and a client."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, access: Access | None = None, **options: Any) -> None:
         self.timeline = Timeline()
         options.setdefault("clock", lambda: 0.0)
         self.world = World(num_pages=80, max_model_len=300, observer=self.timeline, **options)
-        parts = {"loop": EngineLoop(self.world.engine), "timeline": self.timeline}
+        parts = {"loop": EngineLoop(self.world.engine), "timeline": self.timeline, "access": access}
         self.site = Site(tokenizer=ByteTokenizer(add_bos=False), options=parts)
         self.feed = self.site.app.state.live
         self.feed._interval = 0.01
@@ -42,8 +45,8 @@ class Watched:
         return (await self.http.post("/v1/completions", json=body)).raise_for_status().json()
 
     @asynccontextmanager
-    async def watching(self) -> AsyncIterator[AsyncIterator[Any]]:
-        async with self.http.stream("GET", "/v1/admin/live") as response:
+    async def watching(self, **headers: str) -> AsyncIterator[AsyncIterator[Any]]:
+        async with self.http.stream("GET", "/v1/admin/live/events", headers=headers) as response:
             assert response.status_code == 200, await response.aread()
             lines = response.aiter_lines()
             yield (json.loads(line[6:]) async for line in lines if line.startswith("data: "))
@@ -74,7 +77,8 @@ async def test_a_frame_tells_pages_tree_and_requests():
     assert counted == {"free": stats.free_pages, "active": 0, "cached": stats.cached_pages}
     trunk, *branches = edges(frame)
     assert trunk["label"].startswith(RULES[:20]) and len(branches) == trunk["leaves"] == 2
-    assert trunk["heat"] <= 90 and not trunk["active"] and frame["namespaces"] == ["shared"]
+    assert trunk["heat"] <= 90 and not trunk["active"]
+    assert frame["owners"] == [{"tenant": "", "salted": False, "public": False}]
     assert [request["reason"] for request in frame["requests"]] == ["length", "length"]
     assert frame["hits"]["prompt"] == 2 * len(RULES) + 22 and frame["hits"]["tiers"]["pool"] >= len(RULES)
     assert frame["misses"] == {"never_stored": 1, "differs": 1}
@@ -96,7 +100,7 @@ async def test_one_snapshot_serves_all_and_nobody_costs_nothing(monkeypatch: pyt
         await site.complete(RULES)
         assert site.feed.snapshots == taken
         monkeypatch.setattr(live, "MAX_VIEWERS", 0)
-        assert (await site.http.get("/v1/admin/live")).status_code == 429
+        assert (await site.http.get("/v1/admin/live/events")).status_code == 429
 
 
 async def test_the_pause_follows_what_a_snapshot_costs():
@@ -104,8 +108,12 @@ async def test_the_pause_follows_what_a_snapshot_costs():
     async with watched(clock=lambda: float(next(now))) as site:
         async with site.watching() as frames:
             await anext(frames)
-        pause = await site.feed._take()
-        assert pause >= live.SHARE * 1.0  # by this clock each look at it takes a second
+        # By this clock each look at it takes a second.
+        assert site.feed._due - asyncio.get_running_loop().time() >= live.SHARE - 1
+        assert site.feed.snapshots == 1
+        for _ in range(2):
+            assert (await site.http.get("/v1/admin/live")).status_code == 200
+        assert site.feed.snapshots == 1
 
 
 async def test_texts_of_others_are_neither_shown_nor_found():
@@ -116,12 +124,71 @@ async def test_texts_of_others_are_neither_shown_nor_found():
             frame = await anext(frames)
         labels = [edge["label"] for edge in edges(frame)]
         assert sorted(label is None for label in labels) == [False, True]
-        assert set(frame["namespaces"]) == {"shared", "private 2"}
+        assert sorted(owner["salted"] for owner in frame["owners"]) == [False, True]
         for text, found in (("secret", 0), ("RULES that", 1), ("every player of the game must keep", 1), ("zebra", 0)):
             answer = (await site.http.get("/v1/admin/find", params={"text": text})).json()
             assert len(answer["matches"]) == found and not answer["more"]
         assert (await site.http.get("/v1/admin/find")).status_code == 400
         assert (await site.http.get("/v1/admin/find", params={"text": "x" * 201})).status_code == 400
+
+
+async def test_texts_are_for_their_own_tenant_and_labels_for_admins(tmp_path: Path):
+    keys = Keys(tmp_path / "keys.json")
+    acme, chief, ops = keys.add("acme"), keys.add("acme", admin=True), keys.add("ops", admin=True)
+    async with watched(access=keys.access()) as site:
+        site.http.headers = bearer(ops)
+        await site.http.post("/v1/admin/public_prefixes", json={"prompt": RULES})
+        for text in (f"{RULES} Who begins?", "A secret plan that nobody else may read."):
+            site.http.headers = bearer(acme)
+            await site.complete(text)
+        seen, found = {}, {}
+        for name, key in (("acme", chief), ("ops", ops)):
+            site.http.headers = bearer(key)
+            seen[name] = (await site.http.get("/v1/admin/live")).json()
+            for text in ("secret", "Who begins", "rules that"):
+                answer = (await site.http.get("/v1/admin/find", params={"text": text})).json()
+                found[name, text] = len(answer["matches"])
+                assert answer["searched_all"] and not answer["more"]
+        for path in ("/v1/admin/live", "/v1/admin/live/events", "/v1/admin/find?text=x"):
+            assert (await site.http.get(path, headers=bearer(acme))).status_code == 403
+            assert (await site.http.get(path, headers=bearer("wrong"))).status_code == 401
+    assert seen["acme"]["owners"] == seen["ops"]["owners"]
+    owners = {(owner["tenant"], owner["public"]) for owner in seen["ops"]["owners"]}
+    assert owners == {("acme", False), (None, True), ("", False)}  # the end of the public prefix is the server's own
+    assert {request["tenant"] for request in seen["ops"]["requests"]} == {"acme", ""}
+    labels = {name: {edge["label"] for edge in edges(frame)} for name, frame in seen.items()}
+    assert len(labels["acme"]) == 4 and len(labels["ops"]) == 2
+    assert "secret" in str(seen["acme"]) and "secret" not in str(seen["ops"]) and "rules that" in str(seen["ops"])
+    assert found == {
+        ("acme", "secret"): 1, ("acme", "Who begins"): 1, ("acme", "rules that"): 1,
+        ("ops", "secret"): 0, ("ops", "Who begins"): 0, ("ops", "rules that"): 1,
+    }  # fmt: skip
+
+
+async def test_who_is_no_longer_an_admin_sees_no_further_frame(tmp_path: Path):
+    keys = Keys(tmp_path / "keys.json")
+    ops = keys.add("ops", admin=True)
+    async with watched(access=keys.access()) as site, site.watching(**bearer(ops)) as frames:
+        assert "error" not in await anext(frames)
+        keys.remove("ops")
+        async for frame in frames:
+            if "error" in frame:
+                break
+        assert frame["error"]["code"] == "invalid_api_key"
+
+
+async def test_the_page_is_open_where_keys_are_and_local_where_none_are(tmp_path: Path):
+    keys = Keys(tmp_path / "keys.json")
+    for access, expected in ((keys, {"/dashboard": 200, "/v1/admin/live": 401}), (None, {})):
+        if access is not None:
+            access.add("ops", admin=True)
+        async with watched(access=access and access.access()) as site:
+            for path in ("/dashboard", "/dashboard/app.js", "/v1/admin/live", "/v1/admin/find?text=x"):
+                answer = await site.http.get(path, headers={"host": "rebound.example.com"})
+                assert answer.status_code == expected.get(path, 401 if "find" in path else 200) if access else 403
+            page = await site.http.get("/dashboard")
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            assert (await site.http.get("/dashboard/other.js")).status_code == 404
 
 
 async def test_a_text_is_found_across_edges():
@@ -153,8 +220,8 @@ def test_a_large_pool_is_shown_in_cells_of_several_pages():
     pages = 3 * MAX_CELLS - 1
     states = bytes([ACTIVE] * 4 + [CACHED] * 2 + [FREE] * (pages - 6))
     shares = bytes([1, 40, 2, 3] + [0] * (pages - 4))
-    owners = bytes([0] * 6 + [NOBODY] * (pages - 6))
-    cells = _cells(Picture(states, shares, owners))
+    owner = bytes([0] * 6 + [NOBODY] * (pages - 6))
+    cells = _cells(Picture(states, shares, owner))
     assert cells["per_cell"] == 3 and len(cells["states"]) == MAX_CELLS
     assert cells["states"].startswith("1200") and cells["shares"].startswith("z300")
-    assert cells["owners"].startswith("00--")
+    assert cells["owner"].startswith("00--")

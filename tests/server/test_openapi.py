@@ -64,6 +64,8 @@ def test_made_up_requests_find_no_5xx(api: schemathesis.BaseSchema) -> None:
     """Requests as the description allows them and as it doesn't; every refusal is in OpenAI's form."""
     statuses: Counter[int] = Counter()
     for result in api.get_all_operations():
+        if result.ok().path == "/v1/admin/live/events":  # goes on until the client leaves
+            continue
 
         @settings(
             max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

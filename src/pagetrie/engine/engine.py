@@ -384,6 +384,7 @@ class Engine:
                 reason=self.cache_records.note(sequence, self._scheduler.running).reason,
                 time=now,
                 wait_time=0.0 if state.parked_at is None else now - state.parked_at,
+                tenant=request.tenant.name,
             )
         )
 
@@ -619,6 +620,7 @@ class Engine:
                 decode_time=None if first is None else now - first,
                 last_of_request=last,
                 time=now,
+                tenant=request.tenant.name,
             )
         )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.sequence import RequestState
+from pagetrie.engine.tenant import Tenant
 from pagetrie.engine.timeline import Phase, Timeline, Track
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.kv import CacheStats
-from pagetrie.kv.picture import EdgeText, Numbers, Picture
+from pagetrie.kv.namespace import decode_namespace
+from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
 from pagetrie.kv.tiers.interface import TierStats
 
 MAX_EDGES = 400
@@ -26,7 +29,7 @@ class RequestView:
 
     Attributes:
         phases: phase and when it began, in seconds ago.
-        namespace: of its pages.
+        tenant: whose request it is.
         prompt_tokens, cached_tokens, generated_tokens: as in its usage, so far.
         computed_tokens: of its first choice, cached ones included.
         preemptions, choices, pages: choices that run or wait, distinct pages that they hold.
@@ -35,7 +38,7 @@ class RequestView:
 
     id: str
     phases: list[tuple[Phase, float]]
-    namespace: bytes
+    tenant: str
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
@@ -108,7 +111,7 @@ class LiveView:
             contexts=len(engine.contexts),
             stats=engine.cache_stats(),
             usage=engine.usage(),
-            picture=engine.cache.picture(leases, self._numbers, MAX_EDGES),
+            picture=engine.cache.picture(leases, owner_of, self._numbers, MAX_EDGES),
             requests=requests,
             more_waiting=more,
             first_tokens=[seconds for time, seconds in timeline.first_tokens if now - time <= WINDOW],
@@ -123,9 +126,12 @@ class LiveView:
             build_seconds=engine.now() - now,
         )
 
-    def texts(self, engine: Engine, salt: str, budget: int) -> list[EdgeText]:
-        """What is stored for requests of a salt, edge by edge, up to so many tokens. On the engine's thread too."""
-        return engine.cache.texts(engine.namespace(salt), self._numbers, budget)
+    def texts(self, engine: Engine, tenant: Tenant, budget: int) -> tuple[list[EdgeText], bool]:
+        """What is stored that a tenant may read, edge by edge, up to so many tokens; and whether that is all of it.
+
+        On the engine's thread too.
+        """
+        return engine.cache.texts(lambda namespace: may_read(owner_of(namespace), tenant), self._numbers, budget)
 
     def _requests(self, engine: Engine, now: float) -> tuple[list[RequestView], int]:
         running: list[RequestView] = []
@@ -140,6 +146,23 @@ class LiveView:
                 more += 1
         ended = [_ended(track, now) for track in self.timeline.ended if now - track.phases[-1][1] <= _SHOW_ENDED]
         return [*running, *waiting, *ended], more
+
+
+@lru_cache(maxsize=4096)
+def owner_of(namespace: bytes) -> PageOwner:
+    """Whose pages are in one of an engine's namespaces."""
+    parts = decode_namespace(namespace)
+    tenant = parts.get("tenant")
+    return PageOwner(
+        tenant=tenant if isinstance(tenant, bytes) else b"",
+        salted=parts.get("salt") is not None,
+        public="public" in parts,
+    )
+
+
+def may_read(owner: PageOwner, tenant: Tenant) -> bool:
+    """Whether a tenant may see what pages say: its own, but for those that its clients keep apart by a salt."""
+    return owner.public or (owner.tenant == tenant.salt and not owner.salted)
 
 
 def _by_tier(admissions: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, int]:
@@ -158,7 +181,7 @@ def _view(state: RequestState, track: Track | None, now: float) -> RequestView:
     return RequestView(
         id=request.request_id,
         phases=[(phase, now - began) for phase, began in phases],
-        namespace=state.namespace,
+        tenant=request.tenant.name,
         prompt_tokens=len(request.prompt_ids),
         cached_tokens=state.cached_tokens,
         computed_tokens=first.lease.computed if first is not None and first.lease is not None else 0,
@@ -174,7 +197,7 @@ def _ended(track: Track, now: float) -> RequestView:
     return RequestView(
         id=track.request_id,
         phases=[(phase, now - began) for phase, began in track.phases],
-        namespace=b"",
+        tenant=track.tenant,
         prompt_tokens=track.prompt_tokens,
         cached_tokens=track.cached_tokens,
         computed_tokens=0,

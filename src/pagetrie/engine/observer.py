@@ -53,6 +53,7 @@ class AdmissionReport:
         reason: why the others weren't cached.
         time: when, in seconds of the engine's clock.
         wait_time: of the queue time, what it waited for pages that another request computed or a tier delivered.
+        tenant: whose request it is.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class AdmissionReport:
     reason: MissReason = "never_stored"
     time: float = 0.0
     wait_time: float = 0.0
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ class FinishReport:
     decode_time: float | None
     last_of_request: bool
     time: float = 0.0
+    tenant: str = ""
 
 
 class EngineObserver:

@@ -29,6 +29,7 @@ class Track:
 
     Attributes:
         phases: each phase and when it began; the last one lasts on.
+        tenant: whose request it is.
         prompt_tokens, cached_tokens: as in its usage.
         lost: choices without a seat since they were preempted.
         generated_tokens: of the choices that have ended.
@@ -37,6 +38,7 @@ class Track:
 
     request_id: str
     phases: list[tuple[Phase, float]]
+    tenant: str
     prompt_tokens: int
     cached_tokens: int = 0
     lost: int = 0
@@ -97,6 +99,7 @@ class Timeline(EngineObserver):
         self.running[report.request_id] = Track(
             report.request_id,
             [("queued", now - report.queue_time), ("prefill", now)],
+            report.tenant,
             report.prompt_tokens,
             report.cached_tokens,
         )
@@ -130,7 +133,8 @@ class Timeline(EngineObserver):
         if track is None:
             if report.last_of_request:  # it never got a seat
                 phases: list[tuple[Phase, float]] = [("queued", report.time - report.e2e_time), ("done", report.time)]
-                self.ended.append(Track(report.request_id, phases, report.prompt_tokens, reason=report.reason))
+                track = Track(report.request_id, phases, report.tenant, report.prompt_tokens, reason=report.reason)
+                self.ended.append(track)
             return
         track.generated_tokens += report.generated_tokens
         if report.last_of_request:

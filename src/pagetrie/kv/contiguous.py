@@ -6,12 +6,12 @@ Kept so that waste and concurrency can be compared in one run. It shares nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
-from pagetrie.kv.picture import EdgeText, Numbers, Picture, draw_reserved
+from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw_reserved
 
 
 class ContiguousCacheManager:
@@ -68,11 +68,17 @@ class ContiguousCacheManager:
     def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
         """Nothing: nothing is shared."""
 
-    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+    def picture(
+        self,
+        leases: Sequence[tuple[CacheLease, bytes]],
+        owner_of: Callable[[bytes], PageOwner],
+        numbers: Numbers,
+        limit: int,
+    ) -> Picture:
         return draw_reserved(self.num_pages, [page for slot in self._held for page in self._pages(slot)])
 
-    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
-        return []
+    def texts(self, wanted: Callable[[bytes], bool], numbers: Numbers, budget: int) -> tuple[list[EdgeText], bool]:
+        return [], True
 
     @property
     def available_pages(self) -> int:

@@ -14,7 +14,7 @@ from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.tiers.interface import TierStats
 
 if TYPE_CHECKING:
-    from pagetrie.kv.picture import EdgeText, Numbers, Picture
+    from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
 
 
 class PendingPage:
@@ -272,18 +272,25 @@ class KVCache(Protocol):
         """Undo ``declare_public`` for what is opened from now on."""
         ...
 
-    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+    def picture(
+        self,
+        leases: Sequence[tuple[CacheLease, bytes]],
+        owner_of: Callable[[bytes], PageOwner],
+        numbers: Numbers,
+        limit: int,
+    ) -> Picture:
         """Draw the cache as it is now.
 
         Args:
             leases: of running sequences, with their namespaces.
+            owner_of: whose pages are in a namespace.
             numbers: the same from picture to picture.
             limit: most edges of the tree to show.
         """
         ...
 
-    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
-        """What is stored in a namespace, edge by edge, parents first, up to ``budget`` tokens."""
+    def texts(self, wanted: Callable[[bytes], bool], numbers: Numbers, budget: int) -> tuple[list[EdgeText], bool]:
+        """Edges of wanted namespaces, parents first, up to ``budget`` tokens; and whether these are all."""
         ...
 
     @property

@@ -7,7 +7,7 @@ lease's one pin, on the node where they end; the rest are private to it (and its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pagetrie.kv.diagnosis import Diagnosis, diagnose, lost_names
@@ -18,7 +18,7 @@ from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import CacheLease, CacheStats, PendingPage, ResetReport
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.page_tree import Match, Node, root_of
-from pagetrie.kv.picture import EdgeText, Numbers, Picture, draw, read_texts
+from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw, read_texts
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
@@ -147,12 +147,18 @@ class CacheManager:
     def tree_size(self) -> tuple[int, int, int, int]:
         return self.index.size()
 
-    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
+    def picture(
+        self,
+        leases: Sequence[tuple[CacheLease, bytes]],
+        owner_of: Callable[[bytes], PageOwner],
+        numbers: Numbers,
+        limit: int,
+    ) -> Picture:
         loading = [] if self.transfers is None else self.transfers.pages_on_their_way()
-        return draw(self.pool, self.index, leases, loading, numbers, limit)
+        return draw(self.pool, self.index, leases, loading, owner_of, numbers, limit)
 
-    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
-        return read_texts(self.index, namespace, numbers, budget)
+    def texts(self, wanted: Callable[[bytes], bool], numbers: Numbers, budget: int) -> tuple[list[EdgeText], bool]:
+        return read_texts(self.index, wanted, numbers, budget)
 
     @property
     def available_pages(self) -> int:

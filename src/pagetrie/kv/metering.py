@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pagetrie.kv import CacheHold, CacheLease, CacheStats, Diagnosis, KVCache, ResetReport
 from pagetrie.kv.holding import Holding, measure
-from pagetrie.kv.picture import EdgeText, Numbers, Picture
+from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
 
 
 class MeteredCache:
@@ -51,11 +51,17 @@ class MeteredCache:
     def withdraw_public(self, tokens: Sequence[int], namespace: bytes) -> None:
         self._cache.withdraw_public(tokens, namespace)
 
-    def picture(self, leases: Sequence[tuple[CacheLease, bytes]], numbers: Numbers, limit: int) -> Picture:
-        return self._cache.picture(leases, numbers, limit)
+    def picture(
+        self,
+        leases: Sequence[tuple[CacheLease, bytes]],
+        owner_of: Callable[[bytes], PageOwner],
+        numbers: Numbers,
+        limit: int,
+    ) -> Picture:
+        return self._cache.picture(leases, owner_of, numbers, limit)
 
-    def texts(self, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
-        return self._cache.texts(namespace, numbers, budget)
+    def texts(self, wanted: Callable[[bytes], bool], numbers: Numbers, budget: int) -> tuple[list[EdgeText], bool]:
+        return self._cache.texts(wanted, numbers, budget)
 
     @property
     def available_pages(self) -> int:

@@ -6,8 +6,8 @@ encoded with its kind, its type and its length, so no two unequal namespaces hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from struct import pack
+from collections.abc import Callable, Mapping
+from struct import calcsize, pack, unpack_from
 
 Part = str | int | bytes | None
 
@@ -23,6 +23,45 @@ def encode_namespace(parts: Mapping[str, Part]) -> bytes:
         TypeError: a value is of another type (bool included: say 0 or 1).
     """
     return _VERSION + b"".join(_frame(kind, parts[kind]) for kind in sorted(parts))
+
+
+def decode_namespace(namespace: bytes) -> dict[str, Part]:
+    """The named parts of a namespace that ``encode_namespace`` made, perhaps extended.
+
+    Raises:
+        ValueError: nothing that it makes.
+    """
+    parts: dict[str, Part] = {}
+    at = len(_VERSION)
+    if not namespace.startswith(_VERSION):
+        raise ValueError("not a namespace of this version")
+    while at < len(namespace):
+        name, at = _take(namespace, at, "<I")
+        tag = namespace[at : at + 1]
+        body, at = _take(namespace, at + 1, "<Q")
+        if tag not in _READERS:
+            raise ValueError(f"unknown type {tag!r} in a namespace")
+        parts[name.decode()] = _READERS[tag](body)
+    return parts
+
+
+_READERS: dict[bytes, Callable[[bytes], Part]] = {
+    b"n": lambda _: None,
+    b"s": lambda body: body.decode("utf-8", "surrogatepass"),
+    b"b": bytes,
+    b"i": int,
+}
+
+
+def _take(data: bytes, at: int, length: str) -> tuple[bytes, int]:
+    """Bytes that follow their length, and where they end."""
+    begin = at + calcsize(length)
+    if begin > len(data):
+        raise ValueError("a namespace ends too early")
+    end = begin + int(unpack_from(length, data, at)[0])
+    if end > len(data):
+        raise ValueError("a namespace ends too early")
+    return data[begin:end], end
 
 
 def extend_namespace(namespace: bytes, kind: str, value: Part) -> bytes:

@@ -21,8 +21,24 @@ FREE, ACTIVE, CACHED, LOADING = range(4)
 """States of a page in a picture."""
 
 NOBODY = 255
+"""Owner of a page that nothing is known of, or one too many to be told apart."""
 HEAD_TOKENS = 32
 """Tokens of an edge that are kept to show what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageOwner:
+    """Whose pages: what namespaces are grouped by.
+
+    Attributes:
+        tenant: what its tenant puts into a namespace.
+        salted: only requests with a salt of their own share it.
+        public: everybody shares it.
+    """
+
+    tenant: bytes = b""
+    salted: bool = False
+    public: bool = False
 
 
 @dataclass(slots=True)
@@ -32,7 +48,7 @@ class Edge:
     Attributes:
         number: names it as long as it lives.
         parent: place of its parent in the picture; -1 for a root's child.
-        namespace: place of its namespace.
+        owner: place of its owner, or ``NOBODY``.
         start: tokens before it.
         tokens, pages: its own.
         below: tokens of it and everything under it.
@@ -46,7 +62,7 @@ class Edge:
 
     number: int
     parent: int
-    namespace: int
+    owner: int
     start: int
     tokens: int
     pages: int
@@ -66,16 +82,16 @@ class Picture:
     Attributes:
         states: a byte per page, ``FREE`` to ``LOADING``.
         shares: a byte per page: page tables of running sequences that hold it, at most 255.
-        owners: a byte per page: place of its namespace, or ``NOBODY``.
-        namespaces: those that appear, at most 255.
+        owner: a byte per page: place of its owner, or ``NOBODY``.
+        owners: those that appear, at most 255.
         edges: parents before children.
         edges_in_all: how many there are, shown or not.
     """
 
     states: bytes
     shares: bytes
-    owners: bytes
-    namespaces: list[bytes] = field(default_factory=list)
+    owner: bytes
+    owners: list[PageOwner] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     edges_in_all: int = 0
 
@@ -130,6 +146,7 @@ def draw(
     tree: PageTree,
     leases: Sequence[tuple[CacheLease, bytes]],
     loading: Sequence[int],
+    owner_of: Callable[[bytes], PageOwner],
     numbers: Numbers,
     limit: int,
 ) -> Picture:
@@ -139,34 +156,36 @@ def draw(
         pool, tree: what to draw.
         leases: of running sequences, with their namespaces.
         loading: pages that a load fills.
+        owner_of: whose pages are in a namespace.
         numbers: from picture to picture.
         limit: most edges to show: those with most tokens under them.
     """
-    namespaces: dict[bytes, int] = {}
+    places: dict[PageOwner, int] = {}
 
     def place(namespace: bytes) -> int:
-        if namespace not in namespaces and len(namespaces) == NOBODY:
+        owner = owner_of(namespace)
+        if owner not in places and len(places) == NOBODY:
             return NOBODY
-        return namespaces.setdefault(namespace, len(namespaces))
+        return places.setdefault(owner, len(places))
 
     states = _STATES[np.frombuffer(pool.state, np.uint8)]
-    owners = np.full(pool.num_pages, NOBODY, np.uint8)
+    owner = np.full(pool.num_pages, NOBODY, np.uint8)
     tables = [lease.pages for lease, _ in leases]
     held = _flat(tables)
     lengths = np.array([len(table) for table in tables], np.intp)
-    owners[held] = np.repeat(np.array([place(namespace) for _, namespace in leases], np.uint8), lengths)
+    owner[held] = np.repeat(np.array([place(namespace) for _, namespace in leases], np.uint8), lengths)
     states[np.asarray(loading, np.intp)] = LOADING
     walked = _Walk(tree)
     for root, first, end in walked.roots:
         nodes = walked.nodes[first:end]
-        owners[_flat([node.pages for run in nodes for node in run])] = place(bytes(root.tokens))
+        owner[_flat([node.pages for run in nodes for node in run])] = place(bytes(root.tokens))
         states[_flat([node.pages for run in nodes for node in run if is_active(node)])] = ACTIVE
     shares = np.bincount(held, minlength=pool.num_pages).clip(max=NOBODY).astype(np.uint8)
     return Picture(
         states=states.tobytes(),
         shares=shares.tobytes(),
-        owners=owners.tobytes(),
-        namespaces=list(namespaces),
+        owner=owner.tobytes(),
+        owners=list(places),
         edges=walked.edges(numbers, limit, place),
         edges_in_all=len(walked.nodes),
     )
@@ -225,14 +244,14 @@ class _Walk:
         names = numbers.renew([run[-1] for run in runs])
         chosen = sorted(nlargest(limit, range(len(runs)), key=lambda index: (below[index], -index)))
         shown = {index: position for position, index in enumerate(chosen)}
-        spaces = [0] * len(runs)
+        owners = [NOBODY] * len(runs)
         for root, first, end in self.roots:
-            spaces[first:end] = [place(bytes(root.tokens))] * (end - first)
+            owners[first:end] = [place(bytes(root.tokens))] * (end - first)
         edges = [
             Edge(
                 number=names[index],
                 parent=shown[parents[index]] if parents[index] >= 0 else -1,
-                namespace=spaces[index],
+                owner=owners[index],
                 start=starts[index],
                 tokens=own[index],
                 pages=sum(len(node.pages) for node in runs[index]),
@@ -251,15 +270,18 @@ class _Walk:
         return edges
 
 
-def read_texts(tree: PageTree, namespace: bytes, numbers: Numbers, budget: int) -> list[EdgeText]:
-    """The edges of a namespace, parents first, until their tokens are more than ``budget``."""
+def read_texts(
+    tree: PageTree, wanted: Callable[[bytes], bool], numbers: Numbers, budget: int
+) -> tuple[list[EdgeText], bool]:
+    """The edges of all wanted namespaces, parents first, up to ``budget`` tokens; and whether these are all."""
     walked, found = _Walk(tree), list[EdgeText]()
     for root, first, end in walked.roots:
-        if bytes(root.tokens) != namespace or root.dead:
+        if root.dead or not wanted(bytes(root.tokens)):
             continue
+        before = len(found) - first
         for place in range(first, end):
             run, parent = walked.nodes[place], walked.parents[place]
-            above = found[parent - first] if parent >= 0 else EdgeText([], 0, b"", b"")
+            above = found[parent + before] if parent >= 0 else EdgeText([], 0, b"", b"")
             text = EdgeText(
                 path=[*above.path, numbers.of(run[-1])],
                 start=above.start + len(above.tokens) // TOKEN_BYTES,
@@ -268,9 +290,9 @@ def read_texts(tree: PageTree, namespace: bytes, numbers: Numbers, budget: int) 
             )
             budget -= len(text.tokens) // TOKEN_BYTES
             if budget < 0:
-                return found
+                return found, False
             found.append(text)
-    return found
+    return found, True
 
 
 def _head(run: list[Node]) -> bytes:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -126,8 +126,8 @@ def create_app(
     _add_generation_routes(app, context)
     _add_context_routes(app, context)
     _add_admin_routes(app, context)
-    app.state.live = LiveFeed(context, LiveView(timeline or Timeline()))
-    _add_live_routes(app, app.state.live)
+    app.state.live = LiveFeed(context, LiveView(timeline or Timeline()), access or Access())
+    _add_live_routes(app, app.state.live, keys=access is not None)
     _add_service_routes(app, context)
     _add_description(app, context, keys=access is not None)
     return app
@@ -195,21 +195,24 @@ def _add_admin_routes(app: FastAPI, context: ServerContext) -> None:
         return await public_prefixes.delete(context, name)
 
 
-def _add_live_routes(app: FastAPI, feed: LiveFeed) -> None:
-    @app.get("/dashboard")
-    @app.get("/dashboard/{name}")
-    async def page(request: Request, name: str = "") -> Response:
-        check_local(request)
+def _add_live_routes(app: FastAPI, feed: LiveFeed, *, keys: bool) -> None:
+    guards = [] if keys else [Depends(check_local)]
+
+    @app.get("/dashboard", dependencies=guards)
+    @app.get("/dashboard/{name}", dependencies=guards)
+    async def page(name: str = "") -> Response:
         return serve_file(name)
 
-    @app.get("/v1/admin/live")
+    @app.get("/v1/admin/live", dependencies=guards)
     async def live(request: Request) -> Response:
-        check_local(request)
+        return await feed.show(request)
+
+    @app.get("/v1/admin/live/events", dependencies=guards)
+    async def live_events(request: Request) -> Response:
         return await feed.watch(request)
 
-    @app.get("/v1/admin/find")
+    @app.get("/v1/admin/find", dependencies=guards)
     async def find(request: Request) -> Response:
-        check_local(request)
         return await feed.find(request)
 
 

@@ -24,10 +24,12 @@ log = logging.getLogger("pagetrie.server")
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Need no key: load balancers ask here."""
 
+PAGE = "/dashboard"
+"""Nor does this page and what is under it: it is the same for all, and asks for a key before it shows anything."""
+
 TENANT_PATHS = ("/v1/", "/tokenize", "/detokenize", "/version", "/openapi.json")
 ADMIN_PATHS = ("/v1/admin/",)
-"""Any key may use the first but for the second. All else, metrics and dashboard too, speaks of all tenants and is for
-admin keys."""
+"""Any key may use the first but for the second. All else, metrics too, speaks of all tenants and is for admin keys."""
 
 _CALLER = "pagetrie.caller"
 _CHALLENGE = {"www-authenticate": 'Bearer realm="pagetrie"'}
@@ -195,7 +197,7 @@ class Authentication:
         basic = headers.get("authorization", "").lower().startswith("basic")
         # Browsers send such credentials by themselves, with requests that other sites made them send too.
         caller = None if basic and scope["method"] not in ("GET", "HEAD") else self.access.identify(headers)
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path == PAGE or path.startswith(f"{PAGE}/"):
             caller = caller or Caller(admin=False)
         elif caller is None:
             return _refusal(headers, browser=not path.startswith("/v1/"))

@@ -10,13 +10,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.engine import Engine
-from pagetrie.engine.live import LiveView
+from pagetrie.engine.live import LiveSnapshot, LiveView
+from pagetrie.engine.tenant import Tenant
 from pagetrie.errors import EngineError, InvalidRequestError
 from pagetrie.kv.picture import EdgeText
 from pagetrie.kv.tokens import unpack_tokens
+from pagetrie.server.auth import Access, caller
 from pagetrie.server.context import HttpError, ServerContext
-from pagetrie.server.live_frame import Labels, frame
-from pagetrie.server.sse import EventStream, encode, event
+from pagetrie.server.live_frame import FrameWriter
+from pagetrie.server.sse import EventStream, encode
 from pagetrie.server.text_api import TokenizerLike
 
 INTERVAL = 1.0
@@ -36,23 +38,36 @@ class LiveFeed:
     Args:
         context: the app's.
         view: takes them.
+        access: knows the tenants.
         interval: seconds between them.
 
     Attributes:
         snapshots: how many were taken.
     """
 
-    def __init__(self, context: ServerContext, view: LiveView, interval: float = INTERVAL) -> None:
+    def __init__(self, context: ServerContext, view: LiveView, access: Access, interval: float = INTERVAL) -> None:
         self._context = context
         self._view = view
+        self._access = access
         self._interval = interval
-        self._labels: Labels | None = None
+        self._writer = FrameWriter(context.tokenizer)
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
-        self._frame = b""
         self._error: Exception | None = None
         self._news = asyncio.Condition()
+        self._snapshot: LiveSnapshot | None = None
+        self._due = 0.0
+        self._taking = asyncio.Lock()
+        # The latest snapshot as JSON, for each tenant that has asked for it: texts are its own.
+        self._frames: dict[Tenant, bytes] = {}
+        self._writing = asyncio.Lock()
         self.snapshots = 0
+
+    async def show(self, http: HttpRequest) -> Response:
+        """One frame, not older than the interval."""
+        self._context.check_available()
+        await self._take()
+        return Response(await self._frame(caller(http).tenant), media_type="application/json")
 
     async def watch(self, http: HttpRequest) -> Response:
         """A stream of frames. A viewer that is slow skips frames.
@@ -68,84 +83,100 @@ class LiveFeed:
         if self._task is None or self._task.done():
             seen, self._error = self.snapshots, None  # the last frame is old
             self._task = asyncio.ensure_future(self._run())
-        return EventStream(self._frames(seen), self._leave, f"live-{self._context.new_id()}")
+        return EventStream(self._events(http, seen), self._leave, f"live-{self._context.new_id()}")
 
     async def _leave(self) -> None:
         self._viewers -= 1
 
-    async def _frames(self, seen: int) -> AsyncGenerator[bytes, None]:
+    async def _events(self, http: HttpRequest, seen: int) -> AsyncGenerator[bytes, None]:
         while True:
             async with self._news:
                 while self.snapshots == seen and self._error is None:
                     await self._news.wait()
                 if self._error is not None:
                     raise self._error
-                seen, now = self.snapshots, self._frame
-            yield now
+                seen = self.snapshots
+            watching = self._access.identify(http.headers)
+            if watching is None or not watching.admin:  # since the stream began
+                raise InvalidRequestError("This API key is no longer an admin's.", code="invalid_api_key", status=401)
+            yield b"data: " + await self._frame(watching.tenant) + b"\n\n"
 
     async def _run(self) -> None:
         while self._viewers:
             try:
-                pause = await self._take()
+                await self._take()
             except Exception as error:  # noqa: BLE001 - handed to the viewers
-                await self._tell(b"", error)
+                await self._tell(error)
                 return
-            if self._context.stopping:
-                await self._tell(b"", EngineError("the server is shutting down"))
+            await self._tell(EngineError("the server is shutting down") if self._context.stopping else None)
+            if self._error is not None:
                 return
-            await asyncio.sleep(pause)
+            await asyncio.sleep(self._due - asyncio.get_running_loop().time())
 
-    async def _take(self) -> float:
-        """Take a snapshot and hand it out. Returns how long to wait before the next."""
-        context = self._context
-        snapshot = await context.loop.ask(self._view.take)
-        labels = self._labels
-        if labels is None:
-            labels = self._labels = Labels(context.tokenizer, await context.loop.ask(lambda e: e.namespace("")))
-        server = {
-            "model": context.model_name,
-            "version": context.version,
-            "max_model_len": context.max_model_len,
-            "time": context.clock(),
-            "interval": self._interval,
-        }
-        await self._tell(await context.workers.run(0, lambda: event(frame(snapshot, labels, server))))
-        return max(self._interval, SHARE * snapshot.build_seconds)
+    async def _take(self) -> None:
+        """Take a snapshot, unless the latest is young enough."""
+        loop = asyncio.get_running_loop()
+        async with self._taking:
+            if self._snapshot is not None and loop.time() < self._due:
+                return
+            self._snapshot = snapshot = await self._context.loop.ask(self._view.take)
+            self._frames = {}
+            self._due = loop.time() + max(self._interval, SHARE * snapshot.build_seconds)
+            self.snapshots += 1
 
-    async def _tell(self, news: bytes, error: Exception | None = None) -> None:
+    async def _frame(self, tenant: Tenant) -> bytes:
+        """The latest snapshot, which there must be, as JSON for a viewer of this tenant."""
+        async with self._writing:
+            frames, snapshot, context = self._frames, self._snapshot, self._context
+            assert snapshot is not None
+            if tenant not in frames:
+                tenants = self._access.tenants()
+                server = {
+                    "model": context.model_name,
+                    "version": context.version,
+                    "max_model_len": context.max_model_len,
+                    "time": context.clock(),
+                    "interval": self._interval,
+                }
+                frames[tenant] = await context.workers.run(
+                    0, lambda: encode(self._writer.write(snapshot, tenant, tenants, server))
+                )
+            return frames[tenant]
+
+    async def _tell(self, error: Exception | None) -> None:
         async with self._news:
-            self._frame, self._error = news, error
-            self.snapshots += error is None
+            self._error = error
             self._news.notify_all()
 
     async def find(self, http: HttpRequest) -> Response:
-        """Where a text is stored: edges of the viewer's own namespace that hold it.
+        """Where a text is stored: edges that hold it, of those that the viewer's tenant may read.
 
         Raises:
             InvalidRequestError: no text, or too long a one.
         """
         self._context.check_available()
-        query = http.query_params.get("text", "")
+        query, tenant = http.query_params.get("text", ""), caller(http).tenant
         if not 1 <= len(query) <= _LONGEST_QUERY:
             raise InvalidRequestError(
                 f"'text' must have 1 to {_LONGEST_QUERY} characters, got {len(query)}.", param="text"
             )
 
-        def look(engine: Engine) -> list[EdgeText]:
-            return self._view.texts(engine, "", SEARCHED_TOKENS)
+        def look(engine: Engine) -> tuple[list[EdgeText], bool]:
+            return self._view.texts(engine, tenant, SEARCHED_TOKENS)
 
-        texts = await self._context.loop.ask(look)
+        texts, whole = await self._context.loop.ask(look)
         size = sum(len(text.tokens) for text in texts)
-        found = await self._context.workers.run(size, lambda: encode(search(texts, query, self._context.tokenizer)))
-        return Response(found, media_type="application/json")
+        matches, more = await self._context.workers.run(size, lambda: search(texts, query, self._context.tokenizer))
+        found = {"matches": matches, "more": more, "searched_all": whole}
+        return Response(encode(found), media_type="application/json")
 
 
-def search(texts: list[EdgeText], query: str, tokenizer: TokenizerLike) -> dict[str, Any]:
+def search(texts: list[EdgeText], query: str, tokenizer: TokenizerLike) -> tuple[list[dict[str, Any]], bool]:
     """Edges whose text holds ``query``, which may begin in the edge before, in any case.
 
     Returns:
-        ``matches``: ``path`` (numbers of edges), ``start`` (tokens before the edge), ``text`` around the place.
-        ``more``: whether there are further ones.
+        Up to ``FOUND`` matches: ``path`` (numbers of edges), ``start`` (tokens before the edge), ``text`` around the
+        place; and whether there are further ones.
     """
     matches: list[dict[str, Any]] = []
     wanted = query.casefold()
@@ -158,7 +189,7 @@ def search(texts: list[EdgeText], query: str, tokenizer: TokenizerLike) -> dict[
         if at < 0:
             continue
         if len(matches) == FOUND:
-            return {"matches": matches, "more": True}
+            return matches, True
         around = whole[max(0, at - _AROUND) : at + len(query) + _AROUND]
         matches.append({"path": text.path, "start": text.start, "text": around})
-    return {"matches": matches, "more": False}
+    return matches, False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
-from pagetrie.engine.live import WINDOW, LiveSnapshot, RequestView
+from pagetrie.engine.live import MAX_EDGES, WINDOW, LiveSnapshot, RequestView, may_read
+from pagetrie.engine.tenant import LOCAL, Tenant
 from pagetrie.engine.timeline import percentiles
-from pagetrie.kv.picture import NOBODY, Edge, Picture
+from pagetrie.kv.picture import NOBODY, PageOwner, Picture
 from pagetrie.kv.tokens import unpack_tokens
 from pagetrie.server.text_api import TokenizerLike
 
@@ -20,118 +22,111 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MOST = len(_DIGITS) - 1
 
 
-class Labels:
-    """Texts of edges, decoded once. Only those of one namespace are shown.
+class FrameWriter:
+    """Makes frames. Texts of edges, which seldom change, are decoded once.
 
     Args:
         tokenizer: decodes.
-        namespace: whose texts may be shown.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, namespace: bytes) -> None:
-        self.namespace = namespace
-        self._tokenizer = tokenizer
-        self._known: dict[bytes, str] = {}
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        def decode(head: bytes) -> str:
+            return tokenizer.decode(unpack_tokens(head), skip_special=False)[:LABEL_CHARACTERS]
 
-    def of(self, edges: Sequence[Edge], namespaces: Sequence[bytes]) -> list[str | None]:
-        """What each edge begins with; None where that is nobody's business."""
-        known: dict[bytes, str] = {}
-        labels: list[str | None] = []
-        for edge in edges:
-            if edge.namespace == NOBODY or namespaces[edge.namespace] != self.namespace:
-                labels.append(None)
-                continue
-            text = known.get(edge.head) or self._known.get(edge.head)
-            if text is None:
-                text = self._tokenizer.decode(unpack_tokens(edge.head), skip_special=False)[:LABEL_CHARACTERS]
-            known[edge.head] = text
-            labels.append(text)
-        self._known = known
-        return labels
+        self._text = lru_cache(maxsize=4 * MAX_EDGES)(decode)
 
+    def write(
+        self, snapshot: LiveSnapshot, viewer: Tenant, tenants: Iterable[Tenant], server: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The whole frame.
 
-def frame(snapshot: LiveSnapshot, labels: Labels, server: dict[str, Any]) -> dict[str, Any]:
-    """The whole frame.
+        Args:
+            snapshot: the moment.
+            viewer: whose texts are shown.
+            tenants: all there are now.
+            server: what stays the same, and when this is.
+        """
+        picture, usage, stats = snapshot.picture, snapshot.usage, snapshot.stats
+        holding = usage.holding
+        return {
+            "server": {**server, "page_size": snapshot.page_size, "build_ms": round(snapshot.build_seconds * 1e3, 2)},
+            "load": {
+                "running": snapshot.running,
+                "waiting": snapshot.waiting,
+                "contexts": snapshot.contexts,
+                "prefill_tokens": snapshot.prefill_tokens,
+                "generated_tokens": snapshot.generated_tokens,
+                "preemptions": snapshot.preemptions,
+            },
+            "pages": {
+                "total": stats.total_pages,
+                "free": stats.free_pages,
+                "active": stats.active_pages,
+                "cached": stats.cached_pages,
+                "loading": stats.loading_pages,
+                "pinned": stats.pinned_pages,
+                "evicted": stats.evicted_pages,
+                "copied": stats.copied_pages,
+                **_cells(picture),
+            },
+            "owners": _owners(picture.owners, tenants),
+            "tree": {
+                "all": picture.edges_in_all,
+                **asdict(usage.tree),
+                "edges": _edges(picture, self._labels(picture, viewer)),
+            },
+            "requests": [_request(request) for request in snapshot.requests],
+            "more_waiting": snapshot.more_waiting,
+            "latency": {
+                "window": WINDOW,
+                "ttft": _milliseconds(snapshot.first_tokens),
+                "tpot": _milliseconds(snapshot.token_times),
+            },
+            "hits": {"window": WINDOW, "prompt": snapshot.prompt_tokens, "tiers": snapshot.cached_by_tier},
+            "misses": snapshot.misses,
+            "tiers": {
+                name: {
+                    "pages": tier.pages,
+                    "used": tier.used_bytes,
+                    "capacity": tier.capacity_bytes,
+                    "healthy": tier.healthy,
+                }
+                for name, tier in snapshot.tiers.items()
+            },
+            "memory": {
+                "pages": holding.pages,
+                "references": holding.references,
+                "slots": holding.slots,
+                "unused": usage.unused,
+                "reserved": usage.reserved,
+                "unused_if_reserved": usage.unused_if_reserved,
+            },
+        }
 
-    Args:
-        snapshot: the moment.
-        labels: decodes what edges say.
-        server: what stays the same, and when this is.
-    """
-    picture, usage, stats = snapshot.picture, snapshot.usage, snapshot.stats
-    holding = usage.holding
-    return {
-        "server": {**server, "page_size": snapshot.page_size, "build_ms": round(snapshot.build_seconds * 1e3, 2)},
-        "load": {
-            "running": snapshot.running,
-            "waiting": snapshot.waiting,
-            "contexts": snapshot.contexts,
-            "prefill_tokens": snapshot.prefill_tokens,
-            "generated_tokens": snapshot.generated_tokens,
-            "preemptions": snapshot.preemptions,
-        },
-        "pages": {
-            "total": stats.total_pages,
-            "free": stats.free_pages,
-            "active": stats.active_pages,
-            "cached": stats.cached_pages,
-            "loading": stats.loading_pages,
-            "pinned": stats.pinned_pages,
-            "evicted": stats.evicted_pages,
-            "copied": stats.copied_pages,
-            **_cells(picture),
-        },
-        "namespaces": _names(picture.namespaces, labels.namespace),
-        "tree": {
-            "all": picture.edges_in_all,
-            **asdict(usage.tree),
-            "edges": _edges(picture, labels.of(picture.edges, picture.namespaces)),
-        },
-        "requests": [_request(request, picture.namespaces) for request in snapshot.requests],
-        "more_waiting": snapshot.more_waiting,
-        "latency": {
-            "window": WINDOW,
-            "ttft": _milliseconds(snapshot.first_tokens),
-            "tpot": _milliseconds(snapshot.token_times),
-        },
-        "hits": {"window": WINDOW, "prompt": snapshot.prompt_tokens, "tiers": snapshot.cached_by_tier},
-        "misses": snapshot.misses,
-        "tiers": {
-            name: {
-                "pages": tier.pages,
-                "used": tier.used_bytes,
-                "capacity": tier.capacity_bytes,
-                "healthy": tier.healthy,
-            }
-            for name, tier in snapshot.tiers.items()
-        },
-        "memory": {
-            "pages": holding.pages,
-            "references": holding.references,
-            "slots": holding.slots,
-            "unused": usage.unused,
-            "reserved": usage.reserved,
-            "unused_if_reserved": usage.unused_if_reserved,
-        },
-    }
+    def _labels(self, picture: Picture, viewer: Tenant) -> list[str | None]:
+        """What each edge begins with; None where the viewer may not read it."""
+        readable = [may_read(owner, viewer) for owner in picture.owners]
+        return [
+            self._text(edge.head) if edge.owner != NOBODY and readable[edge.owner] else None for edge in picture.edges
+        ]
 
 
 def _cells(picture: Picture) -> dict[str, Any]:
-    """One character per cell: state, page tables that share it, and namespace (z for more, - for nobody)."""
+    """One character per cell: state, page tables that share it, and owner (z for more, - for nobody)."""
     total = len(picture.states)
     per_cell = -(-total // MAX_CELLS)
     if per_cell == 1:
-        states, shares, owners = picture.states, picture.shares, picture.owners
+        states, shares, owner = picture.states, picture.shares, picture.owner
     else:
         groups = range(0, total, per_cell)
         states = bytes(_usual(picture.states[i : i + per_cell]) for i in groups)
         shares = bytes(max(picture.shares[i : i + per_cell]) for i in groups)
-        owners = bytes(_usual(picture.owners[i : i + per_cell]) for i in groups)
+        owner = bytes(_usual(picture.owner[i : i + per_cell]) for i in groups)
     return {
         "per_cell": per_cell,
         "states": states.translate(_AS_DIGIT).decode(),
         "shares": shares.translate(_AS_DIGIT).decode(),
-        "owners": owners.translate(_AS_OWNER).decode(),
+        "owner": owner.translate(_AS_OWNER).decode(),
     }
 
 
@@ -143,9 +138,13 @@ def _usual(values: bytes) -> int:
     return Counter(values).most_common(1)[0][0]
 
 
-def _names(namespaces: Sequence[bytes], shown: bytes) -> list[str]:
-    """Namespaces without giving their salts away."""
-    return ["shared" if namespace == shown else f"private {i + 1}" for i, namespace in enumerate(namespaces)]
+def _owners(owners: Sequence[PageOwner], tenants: Iterable[Tenant]) -> list[dict[str, Any]]:
+    """Owners by name, without giving salts away; a tenant that was removed has none."""
+    names = {tenant.salt: tenant.name for tenant in (LOCAL, *tenants)}
+    return [
+        {"tenant": None if owner.public else names.get(owner.tenant), "salted": owner.salted, "public": owner.public}
+        for owner in owners
+    ]
 
 
 def _edges(picture: Picture, labels: Sequence[str | None]) -> list[list[Any]]:
@@ -153,7 +152,7 @@ def _edges(picture: Picture, labels: Sequence[str | None]) -> list[list[Any]]:
     hottest = max(1, len(order) - 1)
     return [
         [
-            edge.number, edge.parent, edge.namespace, edge.start, edge.tokens, edge.pages, edge.below, edge.leaves,
+            edge.number, edge.parent, edge.owner, edge.start, edge.tokens, edge.pages, edge.below, edge.leaves,
             edge.pins, int(edge.active), 100 if edge.active else round(90 * order[edge.last_used] / hottest),
             edge.hidden, label,
         ]
@@ -162,16 +161,16 @@ def _edges(picture: Picture, labels: Sequence[str | None]) -> list[list[Any]]:
 
 
 EDGE_FIELDS = (
-    "number", "parent", "namespace", "start", "tokens", "pages", "below", "leaves", "pins", "active", "heat", "hidden",
+    "number", "parent", "owner", "start", "tokens", "pages", "below", "leaves", "pins", "active", "heat", "hidden",
     "label",
 )  # fmt: skip
 
 
-def _request(request: RequestView, namespaces: Sequence[bytes]) -> dict[str, Any]:
+def _request(request: RequestView) -> dict[str, Any]:
     return {
         "id": request.id,
         "phases": [[phase, round(ago, 3)] for phase, ago in request.phases],
-        "namespace": namespaces.index(request.namespace) if request.namespace in namespaces else None,
+        "tenant": request.tenant,
         "prompt": request.prompt_tokens,
         "cached": request.cached_tokens,
         "computed": request.computed_tokens,

@@ -22,7 +22,6 @@ _BODIES: dict[tuple[str, str], type[protocol.ApiRequest]] = {
     ("POST", "/detokenize"): protocol.DetokenizeRequest,
 }
 _BY_SALT = re.compile(r"/v1/contexts(/\{context_id\})?|/v1/requests/.*")
-_TEXT = ("/metrics",)
 _STATES: dict[str, dict[str, Any]] = {
     "/health": {
         "type": "object",
@@ -40,6 +39,13 @@ _STATES: dict[str, dict[str, Any]] = {
     },
 }
 """What is answered with 200, and with 503 too."""
+_KINDS = {
+    "/metrics": "text/plain",
+    "/dashboard": "text/html",
+    "/dashboard/{name}": "text/html",
+    "/v1/admin/live/events": "text/event-stream",
+}
+_QUERIES: dict[str, tuple[str, dict[str, Any]]] = {"/v1/admin/find": ("text", {"minLength": 1, "maxLength": 200})}
 _STRING = {"type": "string"}
 _NULLABLE = {"type": ["string", "null"]}
 _ERROR = {
@@ -92,13 +98,16 @@ def describe(routes: Iterable[object], version: str, *, keys: bool) -> dict[str,
 
 
 def _operation(method: str, path: str, route: APIRoute) -> dict[str, Any]:
-    kind = "text/plain" if path in _TEXT else "application/json"
+    kind = _KINDS.get(path, "application/json")
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
     if method in ("GET", "DELETE") and _BY_SALT.fullmatch(path):
         parameters.append({"name": "cache_salt", "in": "query", "schema": {"type": "string"}})
+    if path in _QUERIES:
+        name, bounds = _QUERIES[path]
+        parameters.append({"name": name, "in": "query", "required": True, "schema": {**_STRING, **bounds}})
     operation: dict[str, Any] = {
         "operationId": f"{route.name}_{method.lower()}_{re.sub(r'[^a-z]+', '_', path).strip('_')}",
         "parameters": parameters,

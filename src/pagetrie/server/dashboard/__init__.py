@@ -40,7 +40,7 @@ def serve_file(name: str) -> Response:
 
 
 def check_local(http: HttpRequest) -> None:
-    """Let in only who sits at this machine: the view shows what others asked.
+    """Without API keys: let in only who sits at this machine, since the view shows what others asked.
 
     Raises:
         HttpError: 403, from another machine, or through a name that a web page may have made up to get here.
@@ -49,4 +49,4 @@ def check_local(http: HttpRequest) -> None:
     host = (http.url.hostname or "").lower()
     by_number = host.replace(".", "").isdigit() or ":" in host
     if client not in ("127.0.0.1", "::1") or not (by_number or "." not in host or host.endswith(".localhost")):
-        raise HttpError(403, "This is only for clients on the server's own machine.")
+        raise HttpError(403, "Without API keys this is only for clients on the server's own machine; see --api-keys.")

@@ -1,7 +1,7 @@
 // The page: reads frames, keeps what the viewer chose, and has them drawn.
 
 import {
-  PHASES, colours, drawBars, drawMap, drawRequests, drawTree, element, readTree, swatch,
+  PHASES, colours, drawBars, drawMap, drawRequests, drawTree, element, ownerName, readTree, swatch,
 } from "./draw.js";
 
 const $ = (id) => document.getElementById(id);
@@ -90,7 +90,7 @@ function showEdge() {
   const rows = [
     ["Text", edge.label ?? "not yours to see"], ["Tokens", `${edge.start} to ${edge.start + edge.tokens}`],
     ["Pages", edge.pages], ["In use by", `${edge.pins} (here), ${edge.active ? "in use" : "cached"}`],
-    ["Below", `${edge.below} tokens, ${edge.leaves} ends`], ["Namespace", frame.namespaces[edge.namespace] ?? "others"],
+    ["Below", `${edge.below} tokens, ${edge.leaves} ends`], ["Owner", ownerName(frame.owners[edge.owner])],
   ];
   if (edge.hidden) rows.push(["Not shown", `${edge.hidden} small branches`]);
   return holder.replaceChildren(...rows.flatMap(([name, value]) =>
@@ -198,7 +198,7 @@ function legend() {
 }
 
 function listen() {
-  const source = new EventSource("/v1/admin/live");
+  const source = new EventSource("/v1/admin/live/events");
   source.onmessage = (message) => {
     const news = JSON.parse(message.data);
     if (news.error) {

@@ -29,7 +29,20 @@ export function swatch(colour) {
   return mark;
 }
 
-const namespaceColour = (place) => (place < 0 ? "#888888" : `hsl(${(place * 137 + 210) % 360} 55% 50%)`);
+export function ownerName(owner) {
+  if (!owner) return "others";
+  if (owner.public) return "public";
+  if (owner.tenant === null) return "removed tenants";
+  const name = owner.tenant === "" ? "shared by all" : owner.tenant;
+  return owner.salted ? `${owner.tenant === "" ? "" : `${name}, `}under a salt` : name;
+}
+
+function ownerColour(owner, owners) {
+  if (!owner) return "#888888";
+  const place = owners.map(ownerName).indexOf(ownerName(owner));
+  return `hsl(${(place * 137 + 210) % 360} 55% 50%)`;
+}
+
 const sharingColour = (share, colour) =>
   share <= 1 ? colour("active") : `hsl(${Math.max(0, 60 - 8 * Math.min(share, 8))} 85% 48%)`;
 const digit = (character) => (character === "-" ? -1 : parseInt(character, 36));
@@ -37,21 +50,21 @@ const digit = (character) => (character === "-" ? -1 : parseInt(character, 36));
 // -- the page map -----------------------------------------------------------------------------------------------------
 
 export function drawMap(canvas, legend, note, frame, by) {
-  const { pages, namespaces } = frame;
+  const { pages, owners } = frame;
   const colour = colours();
   const counts = new Map();
   const fills = Array.from(pages.states, (character, i) => {
     const state = STATES[digit(character)];
     const share = digit(pages.shares[i]);
-    const owner = digit(pages.owners[i]);
+    const owner = digit(pages.owner[i]);
     let key = state;
     let fill = colour(state);
     if (by === "sharing" && state === "active") {
       key = share === 0 ? "held by a context" : share === 1 ? "by one" : share < 8 ? "by 2 to 7" : "by 8 and more";
       fill = share === 0 ? colour("soft") : sharingColour(share, colour);
-    } else if (by === "namespace" && state !== "free" && state !== "loading") {
-      key = owner < 0 ? "no namespace" : namespaces[owner] ?? "others";
-      fill = namespaceColour(owner);
+    } else if (by === "owner" && state !== "free" && state !== "loading") {
+      key = ownerName(owners[owner]);
+      fill = ownerColour(owners[owner], owners);
     }
     const entry = counts.get(key) ?? { count: 0, fill };
     entry.count += 1;
@@ -86,7 +99,7 @@ export function drawMap(canvas, legend, note, frame, by) {
 
 // -- the prefix tree --------------------------------------------------------------------------------------------------
 
-const FIELDS = ["number", "parent", "namespace", "start", "tokens", "pages", "below", "leaves", "pins", "active", "heat",
+const FIELDS = ["number", "parent", "owner", "start", "tokens", "pages", "below", "leaves", "pins", "active", "heat",
   "hidden", "label"];
 
 export function readTree(frame) {
@@ -122,11 +135,11 @@ function heatColour(heat, colour) {
   return `color-mix(in oklab, ${colour("hot")} ${heat}%, ${colour("cold")})`;
 }
 
-export function describeEdge(edge, namespaces) {
+export function describeEdge(edge, owners) {
   const text = edge.label === null ? "a text that isn't yours to see" : `“${edge.label}”`;
   const use = edge.active ? "in use" : "cached";
   return `${edge.tokens} tokens, ${use}, ${edge.leaves} ${edge.leaves === 1 ? "end" : "ends"} below, ` +
-    `${namespaces[edge.namespace] ?? ""}: ${text}`;
+    `${ownerName(owners[edge.owner])}: ${text}`;
 }
 
 export function drawTree(holder, tree, frame, { zoomed, selected, found }) {
@@ -146,7 +159,7 @@ export function drawTree(holder, tree, frame, { zoomed, selected, found }) {
     const group = shape("g", {
       role: "treeitem",
       "aria-level": depth,
-      "aria-label": describeEdge(edge, frame.namespaces),
+      "aria-label": describeEdge(edge, frame.owners),
       "aria-selected": String(edge.number === selected),
       tabindex: edge.number === focus ? 0 : -1,
       "data-number": edge.number,
