@@ -200,6 +200,9 @@ class Settings(BaseSettings):
     stuck_after: float = _option(
         60, "Seconds without a step, while requests wait, from which /ready says no.", SERVER, gt=0, le=86400
     )
+    access_log: Literal["plain", "json", "off"] = _option(
+        "plain", "A line per request: plain in the log, json on standard output with token counts.", SERVER
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
 
     @field_validator("page_size")

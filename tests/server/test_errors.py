@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from pagetrie.errors import DeadlineExceededError, EngineError
@@ -203,14 +201,6 @@ async def test_a_dead_engine_is_told(make_site):
     site = make_site(EngineDouble(alive=False))
     assert (await site.get("/health")).status_code == 503
     assert (await site.post("/v1/chat/completions", HI)).status_code == 500
-
-
-async def test_access_log_is_one_line(site, caplog):
-    caplog.set_level(logging.INFO, "pagetrie.server")
-    await site.post("/v1/chat/completions", HI)
-    await site.get("/health")
-    [line] = [record.getMessage() for record in caplog.records if record.name == "pagetrie.server"]
-    assert "POST /v1/chat/completions 200" in line and len(line) < 100
 
 
 async def test_a_crash_before_the_engine_is_answered_and_logged_once(site, caplog):

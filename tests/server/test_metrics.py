@@ -282,7 +282,7 @@ def test_what_is_exposed_is_documented_and_nothing_else():
     applying, _, others = OBSERVABILITY.read_text().partition("### vLLM's names that don't apply")
     documented = set()
     for line in applying.splitlines():
-        if re.match(r"\| `(vllm|pagetrie):", line):
+        if re.match(r"\| `(vllm:|pagetrie:|http_)", line):
             names, kind = line.split("|")[1:3]
             documented |= {f"{name} {kind.strip()}" for name in re.findall(r"`([\w:]+)`", names)}
     assert documented == exposed

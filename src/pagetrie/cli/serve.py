@@ -15,6 +15,7 @@ from pagetrie.errors import ConfigError
 from pagetrie.paths import cache_dir
 from pagetrie.server.app import create_app
 from pagetrie.server.auth import Access, KeyedAccess
+from pagetrie.server.exchange import json_log, plain_log
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.public_prefixes import read_public_prefixes
 from pagetrie.server.serve import serve as run_until_stopped
@@ -71,6 +72,7 @@ def serve(settings: Settings) -> None:
         warm=warm,
         public=public,
         access=access,
+        access_log={"plain": plain_log, "json": json_log(), "off": None}[settings.access_log],
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
     try:

@@ -24,10 +24,11 @@ from pagetrie.server.dashboard import check_local, serve_file
 from pagetrie.server.disconnect import ClientGoneError
 from pagetrie.server.engine_api import Engine
 from pagetrie.server.errors import http_error, is_expected, model_not_found, to_api_error
+from pagetrie.server.exchange import Exchange, Exchanges, logger, plain_log
 from pagetrie.server.live import LiveFeed
 from pagetrie.server.logprobs import TokenNames
 from pagetrie.server.metrics import Metrics
-from pagetrie.server.middleware import AccessLog, BodyLimit, logger
+from pagetrie.server.middleware import BodyLimit
 from pagetrie.server.public_prefixes import declare_all
 from pagetrie.server.quota import Quotas
 from pagetrie.server.text_api import ChatTemplateLike, TokenizerLike
@@ -57,6 +58,7 @@ def create_app(
     public: Sequence[list[int]] = (),
     access: Access | None = None,
     quotas: Quotas | None = None,
+    access_log: Callable[[Exchange], None] | None = plain_log,
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> FastAPI:
@@ -79,6 +81,7 @@ def create_app(
         stuck_after: seconds without a step, while there is work, from which /ready says no.
         access: who may call; if None, anybody, as the one local tenant.
         quotas: what tenants have used of their limits.
+        access_log: told of every request that was answered.
         clock: seconds since the epoch, for ``created``.
         new_id: the random part of request ids.
     """
@@ -121,7 +124,7 @@ def create_app(
     app.state.context = context
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(Authentication, access=access or Access())
-    app.add_middleware(AccessLog)
+    app.add_middleware(Exchanges, listeners=[metrics.on_exchange, *([] if access_log is None else [access_log])])
     _add_error_handlers(app)
     _add_generation_routes(app, context)
     _add_context_routes(app, context)

@@ -214,6 +214,11 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def find_caller(scope: Scope) -> Caller | None:
+    """``caller_of`` a request that may not have come so far; None then."""
+    return scope.get(_CALLER)
+
+
 def caller(http: HttpRequest) -> Caller:
     """Who made a request."""
     return caller_of(http.scope)

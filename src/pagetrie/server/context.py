@@ -14,6 +14,7 @@ from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.errors import EngineError, InvalidRequestError
+from pagetrie.server import exchange as exchanges
 from pagetrie.server.auth import Caller, caller
 from pagetrie.server.engine_api import Engine, Source
 from pagetrie.server.errors import ServerStoppingError, http_error, model_not_found
@@ -142,7 +143,12 @@ class ServerContext:
             ticket.close()
             await asyncio.gather(*(source.aclose() for source in sources))
             raise
-        return OutputStream(sources, params.n, ticket)
+        outputs = OutputStream(sources, params.n, ticket)
+        exchange = exchanges.current()
+        if exchange is not None:
+            exchange.request_id = request_id
+            exchange.outputs.append(outputs)
+        return outputs
 
     async def usage(self) -> CacheUsage | None:
         """The memory's numbers of now; None if the engine doesn't get to it soon (a step may take a while)."""

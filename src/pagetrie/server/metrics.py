@@ -19,6 +19,7 @@ from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishRepo
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.kv import TransferReport
 from pagetrie.server.engine_api import Snapshot
+from pagetrie.server.exchange import QUIET_PATHS, Exchange
 from pagetrie.server.tier_metrics import tier_metrics
 
 TTFT_BUCKETS = (
@@ -40,6 +41,7 @@ POOL = "pool"
 TIERS = (POOL, "ram", "disk", "store")
 """Where cached tokens come from: the pool, or a tier below it."""
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+HTTP_BUCKETS = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 OLD_NAMES = {
     "vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
     "vllm:prefix_cache_queries": "vllm:gpu_prefix_cache_queries",
@@ -180,6 +182,19 @@ class Metrics(EngineObserver):
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not taken from the cache.", sizes
         )
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed per step.", ITERATION_BUCKETS)
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests by route, method and class of the answer's status.",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self._http_time = Histogram(
+            "http_request_duration_seconds",
+            "HTTP requests, until the whole answer was sent.",
+            ("handler", "method"),
+            registry=self.registry,
+            buckets=HTTP_BUCKETS,
+        )
         self._step_time = histogram("pagetrie:step_duration_seconds", "Scheduling and computing a step.", STEP_BUCKETS)
         self.registry.register(_SnapshotCollector(self))
         ProcessCollector(registry=self.registry)
@@ -199,6 +214,13 @@ class Metrics(EngineObserver):
         """
         self._usage = usage or self._usage
         return generate_latest(self.registry)
+
+    def on_exchange(self, exchange: Exchange) -> None:
+        """An HTTP request was answered; called by the event loop."""
+        if exchange.path not in QUIET_PATHS:
+            status = f"{exchange.status // 100}xx" if exchange.status else "none"
+            self._http.labels(exchange.handler, exchange.method, status).inc()
+            self._http_time.labels(exchange.handler, exchange.method).observe(exchange.seconds)
 
     def on_step(self, report: StepReport) -> None:
         self._generation.inc(report.generated_tokens)

@@ -1,19 +1,14 @@
-"""Plain ASGI middleware: the body limit, and the access log that also turns crashes into a 500."""
+"""The limit on request bodies, as plain ASGI middleware."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagetrie.server.auth import caller_of
-from pagetrie.server.errors import INTERNAL_ERROR, ApiError, http_error
-
-logger = logging.getLogger("pagetrie.server")
+from pagetrie.server.errors import http_error
 
 LINGER_BYTES = 64 * 2**20
 LINGER_SECONDS = 2.0
@@ -90,45 +85,3 @@ async def _refuse_body(limit: int, receive: Receive, send: Send, *, linger: bool
     except TimeoutError:
         pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class AccessLog:
-    """One short line per request. A crash is logged once, with its traceback, and answered without it."""
-
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.app = app
-        self.clock = clock
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        start = self.clock()
-        status = 0
-
-        async def noting_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noting_send)
-        except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            if not status:
-                await _send_error(noting_send, INTERNAL_ERROR)
-        finally:
-            if logger.isEnabledFor(logging.INFO) and scope["path"] not in ("/health", "/ready", "/metrics"):
-                client = scope.get("client") or ("-", 0)
-                milliseconds = (self.clock() - start) * 1000
-                logger.info(
-                    "%s %s %s %s %.0f ms", client[0], scope["method"], scope["path"], status or "-", milliseconds
-                )
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = error.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
