@@ -3,6 +3,7 @@
 import {
   PHASES, colours, drawBars, drawMap, drawRequests, drawTree, element, ownerName, readTree, swatch,
 } from "./draw.js";
+import { Feed, ask, key } from "./feed.js";
 
 const $ = (id) => document.getElementById(id);
 const choice = { zoomed: null, selected: null, found: new Set() };
@@ -10,7 +11,6 @@ const tree = $("tree");
 let frame = null;
 let drawn = null;
 let earlier = null;
-let paused = false;
 
 // -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -67,6 +67,7 @@ function bars() {
 // -- the tree ---------------------------------------------------------------------------------------------------------
 
 function showTree() {
+  if (!frame) return;
   drawn = readTree(frame);
   const zoomed = choice.zoomed === null ? null : drawn.byNumber.get(choice.zoomed) ?? null;
   if (!zoomed) choice.zoomed = null;
@@ -161,19 +162,22 @@ $("search").addEventListener("submit", async (event) => {
     $("search-result").textContent = "";
     return showTree();
   }
-  const response = await fetch(`/v1/admin/find?text=${encodeURIComponent(text)}`);
-  const answer = await response.json();
-  if (!response.ok) {
-    $("search-result").textContent = answer.error.message;
+  let answer;
+  try {
+    answer = await (await ask(`/v1/admin/find?text=${encodeURIComponent(text)}`)).json();
+  } catch (error) {
+    $("search-result").textContent = error.message;
     return showTree();
   }
+  if (!drawn) return undefined;
   for (const { path } of answer.matches) {
     const shown = path.filter((number) => drawn.byNumber.has(number)).at(-1);
     if (shown !== undefined) choice.found.add(shown);
   }
   const count = answer.matches.length;
   const first = count ? `; the first, after ${answer.matches[0].start} tokens: …${answer.matches[0].text}…` : "";
-  $("search-result").textContent = `${count}${answer.more ? " and more" : ""} found${first}`;
+  const unseen = answer.searched_all ? "" : "; not all was searched";
+  $("search-result").textContent = `${count}${answer.more ? " and more" : ""} found${first}${unseen}`;
   if (choice.found.size) choice.selected = [...choice.found][0];
   return showTree();
 });
@@ -197,25 +201,52 @@ function legend() {
   $("timeline-legend").replaceChildren(...kinds.map((kind, i) => element("li", {}, swatch(colour(kind)), PHASES[i])));
 }
 
-function listen() {
-  const source = new EventSource("/v1/admin/live/events");
-  source.onmessage = (message) => {
-    const news = JSON.parse(message.data);
-    if (news.error) {
-      $("status").textContent = news.error.message;
-      return;
-    }
-    $("status").textContent = paused ? "paused" : "live";
-    document.documentElement.dataset.frames = Number(document.documentElement.dataset.frames ?? 0) + 1;
-    if (paused) return;
-    earlier = frame;
-    frame = news;
-    draw();
-  };
-  source.onerror = () => {
-    $("status").textContent = "no connection; trying again";
-  };
+function say(text) {
+  if ($("status").textContent !== text) $("status").textContent = text;
 }
+
+function onFrame(news) {
+  say("live");
+  $("entry").hidden = true;
+  $("view").hidden = false;
+  $("forget").hidden = !key.get();
+  document.documentElement.dataset.frames = Number(document.documentElement.dataset.frames ?? 0) + 1;
+  earlier = frame;
+  frame = news;
+  draw();
+}
+
+const SHOWN = ["model", "tiles", "tree", "crumbs", "edge", "search-result", "requests-more", "hits", "tiers-text", "misses",
+  "waste", "waste-text"];
+
+// The key is missing, wrong, or not an admin's: nothing of what was seen stays on the page.
+function onRefused(error) {
+  say("not connected");
+  frame = earlier = drawn = null;
+  for (const id of SHOWN) $(id).replaceChildren();
+  drawMap($("map"), $("map-legend"), $("map-text"), null);
+  $("view").hidden = true;
+  $("forget").hidden = true;
+  $("entry").hidden = false;
+  $("entry-form").hidden = !error.wantsKey;
+  $("entry-message").textContent = error.code === "missing_api_key" ? "" : error.message;
+  key.set("");
+  if (error.wantsKey) $("key").focus();
+}
+
+const feed = new Feed({ onFrame, onRefused, onTrouble: (error) => say(`${error.message}; trying again`) });
+
+$("entry-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set($("key").value.trim());
+  $("key").value = "";
+  say("connecting");
+  feed.open();
+});
+$("forget").addEventListener("click", () => {
+  key.set("");
+  feed.open();
+});
 
 const THEMES = ["auto", "light", "dark"];
 $("theme").addEventListener("click", () => {
@@ -228,9 +259,9 @@ $("theme").addEventListener("click", () => {
   draw();
 });
 $("pause").addEventListener("click", () => {
-  paused = !paused;
-  $("pause").setAttribute("aria-pressed", String(paused));
-  $("status").textContent = paused ? "paused" : "live";
+  feed.pause(!feed.paused);
+  $("pause").setAttribute("aria-pressed", String(feed.paused));
+  say(feed.paused ? "paused" : "connecting");
 });
 $("map-by").addEventListener("change", draw);
 window.addEventListener("resize", draw);
@@ -239,4 +270,4 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   draw();
 });
 legend();
-listen();
+feed.open();

@@ -50,6 +50,12 @@ const digit = (character) => (character === "-" ? -1 : parseInt(character, 36));
 // -- the page map -----------------------------------------------------------------------------------------------------
 
 export function drawMap(canvas, legend, note, frame, by) {
+  if (!frame) {
+    canvas.width = canvas.height = 0;
+    legend.replaceChildren();
+    note.textContent = "";
+    return;
+  }
   const { pages, owners } = frame;
   const colour = colours();
   const counts = new Map();
@@ -217,10 +223,11 @@ export function drawRequests(body, frame) {
     const output = request.reason ? `${request.generated}` : `${request.generated} of ${request.max}`;
     const again = request.preemptions ? ` (preempted ${request.preemptions}×)` : "";
     return element("tr", { "data-id": request.id, "data-state": state, "data-pages": request.pages },
-      element("td", { class: "id", title: request.id }, request.id),
+      element("td", { class: "id", title: request.id }, request.id), element("td", { class: "tenant" }, request.tenant),
       element("td", {}, state + again), element("td", {}, String(request.prompt)), element("td", {}, String(request.cached)),
       element("td", {}, output), element("td", {}, String(request.pages)), element("td", { class: "wide" }, track));
   });
+  body.parentElement.classList.toggle("tenants", frame.requests.some(({ tenant }) => tenant));
   body.replaceChildren(...rows);
 }
 
