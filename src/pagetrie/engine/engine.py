@@ -311,7 +311,7 @@ class Engine:
             PrefillReport(
                 sequence.state.request.request_id, sequence.lease.computed, count * sequence.rows, started, started
             )
-            for sequence, count in plan.shares.items()
+            for sequence, count in plan.chunks.items()
             if (count > 1 or not sequence.output_ids) and sequence.lease is not None
         ]
         prefill_tokens = sum(report.tokens for report in prefills)
@@ -329,7 +329,14 @@ class Engine:
                 self._computed_at = self._clock()
                 coming = iter(results)
                 for sequence, count in plan.shares.items():
-                    if sequence.beams is None:
+                    lease = sequence.lease
+                    if (
+                        sequence.decode_step is not None
+                        and lease is not None
+                        and lease.computed + 1 == len(sequence.ids)
+                    ):
+                        generated += self._append(sequence, next(coming).samples[0], outputs, decoded=True)
+                    elif sequence.beams is None:
                         generated += self._commit(sequence, count, next(coming), outputs)
                     else:
                         taken = list(islice(coming, sequence.rows))
@@ -392,8 +399,6 @@ class Engine:
         """Take in what a step gave for a sequence. Returns the number of tokens handed out."""
         lease, state = sequence.lease, sequence.state
         assert lease is not None
-        if sequence.output_ids and lease.computed + 1 == len(sequence.ids):
-            return self._append(sequence, result.samples[0], outputs, decoded=True)
         lease.commit(count)
         if state.prompt_logprobs_due:
             state.prompt_logprobs += result.prompt_logprobs
@@ -533,9 +538,12 @@ class Engine:
             [token_id],
             [] if params.logprobs is None else [token],
         )
-        output = outputs.get(request.request_id) or self._output(state, outputs)
-        output.choices.append(delta)
-        output.completion_tokens = state.completion_tokens
+        output = outputs.get(request.request_id)
+        if output is None:
+            outputs[request.request_id] = self._new_output(state, [delta])
+        else:
+            output.choices.append(delta)
+            output.completion_tokens = state.completion_tokens
         if self._tells_tokens or state.first_token_at is None:
             self._report_token(sequence)
         if text.stopped is not None:
@@ -627,23 +635,26 @@ class Engine:
     # -- small helpers -----------------------------------------------------------------------------------------------
 
     def _output(self, state: RequestState, outputs: dict[str, RequestOutput]) -> RequestOutput:
-        request = state.request
-        output = outputs.get(request.request_id)
+        request_id = state.request.request_id
+        output = outputs.get(request_id)
         if output is None:
-            output = outputs[request.request_id] = RequestOutput(
-                request.request_id,
-                [],
-                len(request.prompt_ids),
-                state.cached_tokens,
-                state.completion_tokens,
-                None,
-                False,
-                None,
-                state.cached_by_tier,
-            )
-            return output
-        output.completion_tokens = state.completion_tokens
+            output = outputs[request_id] = self._new_output(state, [])
+        else:
+            output.completion_tokens = state.completion_tokens
         return output
+
+    def _new_output(self, state: RequestState, choices: list[ChoiceDelta]) -> RequestOutput:
+        return RequestOutput(
+            state.request.request_id,
+            choices,
+            len(state.request.prompt_ids),
+            state.cached_tokens,
+            state.completion_tokens,
+            None,
+            False,
+            None,
+            state.cached_by_tier,
+        )
 
     def _delta(self, sequence: Sequence, outputs: dict[str, RequestOutput]) -> ChoiceDelta:
         output = self._output(sequence.state, outputs)

@@ -1,10 +1,14 @@
-"""What the engine hands back: deltas per step, in the order they were made."""
+"""What the engine hands back: deltas per step, in the order they were made.
+
+Structs of msgspec, since one of each is made per token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
 
 from pagetrie.engine.runner import TokenLogprob
 from pagetrie.errors import PagetrieError
@@ -12,8 +16,7 @@ from pagetrie.errors import PagetrieError
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
+class ChoiceDelta(Struct):
     """What one choice gained in a step.
 
     Attributes:
@@ -33,8 +36,7 @@ class ChoiceDelta:
     stop_reason: str | int | None = None
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(Struct):
     """One request's news after a step.
 
     Attributes:

@@ -54,6 +54,7 @@ class Schedule:
 
     Attributes:
         shares: sequence -> how many tokens it computes.
+        chunks: those of the shares that aren't just the next token after the last one made.
         tokens: sum of the shares.
         admitted: sequences that got a seat now.
         preempted: sequences that lost theirs.
@@ -63,6 +64,7 @@ class Schedule:
     """
 
     shares: dict[Sequence, int] = field(default_factory=dict)
+    chunks: dict[Sequence, int] = field(default_factory=dict)
     tokens: int = 0
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -71,10 +73,11 @@ class Schedule:
     stranded: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, count: int) -> None:
-        self.shares[sequence] = count
+        self.shares[sequence] = self.chunks[sequence] = count
         self.tokens += count * sequence.rows
 
     def drop(self, sequence: Sequence) -> None:
+        self.chunks.pop(sequence, None)
         self.tokens -= self.shares.pop(sequence, 0) * sequence.rows
 
 
@@ -147,8 +150,11 @@ class Scheduler:
             remaining = len(sequence.ids) - lease.computed
             if remaining == 1:
                 if not lease.extend(1) or self._make_room(sequence, lease, 1, plan):
-                    plan.shares[sequence] = 1
-                    plan.tokens += 1 if sequence.beams is None else sequence.rows
+                    if sequence.decode_step is not None:
+                        plan.shares[sequence] = 1
+                        plan.tokens += 1
+                    else:
+                        plan.add(sequence, 1)
             elif remaining:
                 prompts.append(sequence)
         self.waiting.wake()

@@ -6,6 +6,7 @@ lease's one pin, on the node where they end; the rest are private to it (and its
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +23,7 @@ from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw, rea
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
-from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
+from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens, token_array
 
 if TYPE_CHECKING:
     from pagetrie.kv.transfers import Transfers
@@ -94,7 +95,7 @@ class CacheManager:
         limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
         match = self._public.match(namespace, packed, limit)
         self.index.pin(match.node)
-        lease = Lease(self, packed, match.root, match.node, publish=publish and self.shares)
+        lease = Lease(self, token_array(packed), match.root, match.node, publish=publish and self.shares)
         lease._stand_on(match)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
@@ -290,6 +291,7 @@ class Lease:
         "_prompt_tokens",
         "_public_pages",
         "_publish",
+        "_publish_at",
         "_room",
         "_root",
         "_tokens",
@@ -303,16 +305,16 @@ class Lease:
         "ttl",
     )
 
-    def __init__(
-        self, manager: CacheManager, tokens: bytes | bytearray, root: Node, node: Node, *, publish: bool
-    ) -> None:
+    def __init__(self, manager: CacheManager, tokens: array[int], root: Node, node: Node, *, publish: bool) -> None:
         self._manager = manager
-        self._tokens = bytearray(tokens)
+        self._tokens = tokens
         self._root = root
         self._node = node
         self._publish = publish
         self._indexed = 0
-        self._prompt_tokens = len(tokens) // TOKEN_BYTES
+        # With so many tokens computed there may be a page to publish.
+        self._publish_at = 0
+        self._prompt_tokens = len(tokens)
         # The first so many pages are public; past them stands the pinned node at their end, and the namespace changes.
         self._public_pages = 0
         self._private = b""
@@ -334,7 +336,7 @@ class Lease:
 
     def __len__(self) -> int:
         """Known tokens."""
-        return len(self._tokens) // TOKEN_BYTES
+        return len(self._tokens)
 
     def _stand_on(self, match: Match) -> None:
         """Take over what a match says of a public prefix."""
@@ -401,24 +403,30 @@ class Lease:
         return gained
 
     def append(self, tokens: Sequence[int]) -> None:
-        self._tokens += tokens[0].to_bytes(TOKEN_BYTES, "little") if len(tokens) == 1 else pack_tokens(tokens)
+        self._tokens += array("I", tokens)  # all or, if one is no u32, none
 
     def commit(self, count: int) -> None:
         self.computed += count
         self._copy_pending = False
-        if self._publish:
-            full = self.computed // self._manager.page_size
-            if full > self._indexed:
-                self._publish_pages(full)
+        if self.computed >= self._publish_at:
+            self._publish_pages()
 
     def advance(self, token: int) -> None:
         computed = self.computed = self.computed + 1
         self._copy_pending = False
-        if self._publish and computed >= (self._indexed + 1) * self._manager.page_size:
-            self._publish_pages(computed // self._manager.page_size)
-        self._tokens += token.to_bytes(TOKEN_BYTES, "little")
+        if computed >= self._publish_at:
+            self._publish_pages()
+        self._tokens.append(token)
 
-    def _publish_pages(self, full: int) -> None:
+    def _publish_pages(self) -> None:
+        """Publish the pages that are full, if there are any."""
+        size = self._manager.page_size
+        full = self.computed // size
+        if self._publish and full > self._indexed:
+            self._publish_up_to(full)
+        self._publish_at = (full + 1) * size
+
+    def _publish_up_to(self, full: int) -> None:
         if self._is_forgotten():
             return
         if self._indexed < self._public_pages:
@@ -433,7 +441,7 @@ class Lease:
         """Publish pages up to number ``full`` in the namespace that the lease stands in."""
         manager, index, first = self._manager, self._manager.index, self._indexed
         mine = self.pages[first:full]
-        tokens = bytes(self._tokens[first * index.page_bytes : full * index.page_bytes])
+        tokens = pack_tokens(self._tokens[first * manager.page_size : full * manager.page_size])
         if not len(tokens) == len(mine) * index.page_bytes == (full - first) * index.page_bytes:
             # Published all the same, others would hit pages that hold something else.
             raise ValueError(
@@ -478,7 +486,7 @@ class Lease:
 
     def fork(self) -> Lease:
         manager = self._manager
-        child = Lease(manager, self._tokens, self._root, self._node, publish=self._publish)
+        child = Lease(manager, self._tokens[:], self._root, self._node, publish=self._publish)
         child._prompt_tokens = self._prompt_tokens
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
@@ -506,7 +514,7 @@ class Lease:
         manager._announce(self)
         private = self.pages[self._indexed :]
         if publish_tail and private and self._has_tail() and not self._is_forgotten():
-            tokens = bytes(self._tokens[self._indexed * index.page_bytes : self.computed * TOKEN_BYTES])
+            tokens = pack_tokens(self._tokens[self._indexed * manager.page_size : self.computed])
             if index.insert_tail(self._node, tokens, private[0]):
                 del private[0]
         manager.pool.release(private)
@@ -540,5 +548,5 @@ class Lease:
 
     def _next_page(self) -> bytes:
         """Tokens of the first page that isn't published yet; less than a page if they aren't all known."""
-        page_bytes = self._manager.index.page_bytes
-        return bytes(self._tokens[self._indexed * page_bytes : (self._indexed + 1) * page_bytes])
+        size = self._manager.page_size
+        return pack_tokens(self._tokens[self._indexed * size : (self._indexed + 1) * size])

@@ -21,10 +21,15 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     """The token ids of u32 little-endian bytes."""
+    return tuple(token_array(packed))
+
+
+def token_array(packed: bytes) -> array[int]:
+    """The token ids of u32 little-endian bytes, in a form that grows cheaply and ``pack_tokens`` takes."""
     ids = array("I", packed)
     if not _LITTLE:
         ids.byteswap()
-    return tuple(ids)
+    return ids
 
 
 def common_prefix(a: bytes | bytearray, b: bytes | bytearray, offset: int, limit: int) -> int:
