@@ -142,6 +142,18 @@ class Settings(BaseSettings):
         0.5, "Share of the pool that contexts and pinned prefixes may keep from eviction.", CACHE, ge=0, le=1
     )
 
+    tenant_floors: float = _option(
+        0.25,
+        "Part of the cache that tenants are guaranteed together, in equal parts; those with a floor of their own get "
+        "that in addition.",
+        CACHE,
+        ge=0,
+        le=1,
+    )
+    tenant_cap: float = _option(
+        1.0, "Part of the cache that a tenant without a cap of its own may leave filled.", CACHE, ge=0, le=1
+    )
+
     max_model_len: int | None = _option(
         None,
         "Longest prompt plus output, in tokens; at most the model's context and what the pool holds.",

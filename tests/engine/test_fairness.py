@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.scheduler import Schedule
 from pagetrie.engine.tenant import Tenant
+from pagetrie.errors import InvalidRequestError
 from pagetrie.kv import CacheManager
 from pagetrie.sim import PageMemory, SimRunner, StepCost, VirtualClock
 from tests.simulation.vocabulary import AwkwardVocabulary
@@ -61,6 +63,7 @@ class World:
         self.computed: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.ended: set[str] = set()
+        self.cached: dict[str, int] = {}
         self.sent = 0
         self._watch_schedule()
 
@@ -78,17 +81,21 @@ class World:
         self.engine._scheduler.schedule = watched  # type: ignore[method-assign]
 
     def send(self, tenant: Tenant, tokens: int, output: int = 1, **options: int) -> str:
+        return self.ask(tenant, [self.rng.randrange(3, 40) for _ in range(tokens)], output, **options)
+
+    def ask(self, tenant: Tenant, prompt: list[int], output: int = 1, **options: int) -> str:
         self.sent += 1
         name = f"{tenant.name}{self.sent}"
         params = SamplingParams(max_tokens=output, ignore_eos=True)
-        prompt = [self.rng.randrange(3, 40) for _ in range(tokens)]
         self.engine.add(Request(name, prompt, params, tenant=tenant, **options))  # type: ignore[arg-type]
         return name
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
             if self.engine.has_work:
-                self.ended |= {output.request_id for output in self.engine.step() if output.finished}
+                for output in self.engine.step():
+                    self.cached[output.request_id] = output.cached_tokens
+                    self.ended |= {output.request_id} if output.finished else set()
 
     def until_first_token(self, name: str, most: int = 5000) -> float:
         for _ in range(most):
@@ -226,6 +233,88 @@ def test_random_worlds_of_tenants_end_well(seed: int) -> None:
         tokens = min(rng.choice((5, 40, 150, longest // 2)), longest - 60)
         names.append(world.send(rng.choice(tenants), tokens, rng.choice((1, 10, 50)), priority=rng.randrange(-2, 3)))
         world.step(rng.choice((0, 0, 1, 5)))
+    for _ in range(20_000):
+        if not world.engine.has_work:
+            break
+        before = world.computed.total()
+        world.step()
+        assert world.computed.total() > before, "a step without progress"
+    world.cache.check()
+    assert world.ended == set(names)
+    assert max(world.preemptions.values(), default=0) <= 3
+
+
+# -- floors ----------------------------------------------------------------------------------------------------------
+
+
+def chat(world: World, tenant: Tenant, prompt: list[int]) -> tuple[float, int]:
+    """Time to the first token of a prompt, and what of it was cached."""
+    name = world.ask(tenant, prompt)
+    return world.until_first_token(name), world.cached[name]
+
+
+def test_a_flood_costs_another_neither_its_hits_nor_its_first_token_within_the_floor() -> None:
+    """B's prompt is served as if it had never been alone: hits whole, first token in a hit's time."""
+    floors = [replace(A, cache_floor=0.2), replace(B, cache_floor=0.2)]
+    quiet, flooded = World(num_pages=400), World(num_pages=400)
+    for world in (quiet, flooded):
+        world.engine.set_tenants(floors)
+    prompt = [quiet.rng.randrange(3, 40) for _ in range(1000)]
+    for world in (quiet, flooded):
+        assert chat(world, B, prompt)[1] == 0
+        while world.engine.has_work:
+            world.step()
+    for _ in range(30):
+        flooded.send(A, 4000, 100)
+    while flooded.engine.num_waiting > 4:
+        flooded.step()
+    assert flooded.cache.stats().evicted_pages > 3 * 400
+    alone, hit = chat(quiet, B, prompt)
+    assert hit == len(prompt) - 1
+    ttft, cached = chat(flooded, B, prompt)
+    assert flooded.engine.has_work, "the flood has passed"
+    assert cached == hit and ttft <= 2 * alone + flooded.watch.longest_step
+    flooded.cache.check()
+
+
+def test_what_would_need_anothers_floor_is_refused_at_the_door() -> None:
+    world = World(num_pages=100)
+    world.engine.set_tenants([replace(A, cache_floor=0.3), replace(B, cache_floor=0.2)])
+    with pytest.raises(InvalidRequestError, match="context length is 1280 tokens, but the prompt has 1280"):
+        world.send(A, 1280)
+    name = world.send(A, 1270, 5)
+    world.send(B, 300, 5)
+    assert world.until_first_token(name)
+    while world.engine.has_work:
+        world.step()
+    # As floors grow, what runs goes on or ends, and nothing hangs.
+    big = world.send(A, 1200, 50)
+    world.step(3)
+    world.engine.set_tenants([A, replace(B, cache_floor=0.9)])
+    world.send(B, 300, 5)
+    for _ in range(300):
+        world.step()
+    assert big in world.ended and not world.engine.has_work
+    world.cache.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_worlds_with_floors_and_caps_end_well(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(num_pages=rng.choice((24, 60)), seats=rng.choice((3, 8)), budget=64, ageing_steps=rng.choice((4, 64)))
+    tenants = [
+        replace(tenant, cache_floor=rng.choice((0.0, 0.1, 0.25)), cache_cap=rng.choice((0.3, 1.0)), pinned=0.3)
+        for tenant in (A, B, C)
+    ]
+    world.engine.set_tenants(tenants)
+    names = []
+    for _ in range(rng.randrange(20, 50)):
+        tenant = rng.choice(tenants)
+        longest = world.cache.reach(world.engine.namespace("", tenant)) * 16
+        tokens = min(rng.choice((5, 40, 150, longest // 2)), longest - 60)
+        names.append(world.send(tenant, tokens, rng.choice((1, 10, 50)), priority=rng.randrange(-2, 3)))
+        world.step(rng.choice((0, 0, 1, 5)))
+        world.cache.check()
     for _ in range(20_000):
         if not world.engine.has_work:
             break

@@ -337,6 +337,7 @@ def test_the_watchdog_finds_its_way_again(counter: str, caplog: pytest.LogCaptur
             del pool._free[:]
         case "held":
             index.active_pages += 100
+            pool.common.cached -= 100
         case "leader":
             waiting = world.engine._scheduler.waiting
             sequence = next(iter(waiting))

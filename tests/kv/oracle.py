@@ -160,7 +160,7 @@ class Harness:
         Of other policies it is only checked that what they took could go.
         """
         pinned = self.pinned()
-        if self.manager.index.policy.name != "lru":
+        if self.manager.pool.common.policy.name != "lru":
             # Of dropped trees too: what nobody holds of them any more goes the same way.
             kept = {page for node in self.manager.index.nodes() for page in node.pages}
             gone = {s for s in self.stored.values() if s.page not in kept}

@@ -43,7 +43,7 @@ class Rolling(ChainKeys):
 
 def manager_with(keys: type[ChainKeys], num_pages: int, page_size: int) -> CacheManager:
     manager = CacheManager(num_pages=num_pages, page_size=page_size, index="hash")
-    manager.index = HashIndex(manager.pool, page_size, manager.index.policy, keys(bytes(32)))
+    manager.index = HashIndex(manager.pool, page_size, manager.pool.common.policy, keys(bytes(32)))
     manager._public = PublicPrefixes(manager.index)
     return manager
 

@@ -498,7 +498,7 @@ def test_polling_a_partial_hit_for_ever_costs_no_memory(index: str) -> None:
     for _ in range(2000):
         manager.open([1, 2, 9]).close()
     manager.check()
-    assert len(manager.index.policy._queue._heap) < 100
+    assert len(manager.pool.common.policy._queue._heap) < 100
 
 
 def test_a_reset_forgets_everything_at_once_and_frees_the_rest_later(index: str) -> None:

@@ -157,7 +157,7 @@ def evict_the_front_of_a_leaf(patch: Patch) -> None:
     take = PagePool.take_from_index
     evict = PageTree.evict
 
-    def broken(self: PageTree, wanted: int) -> int:
+    def broken(self: PageTree, wanted: int, *whose: Any, **only: Any) -> int:
         def turned(pool: PagePool, pages: Any) -> None:
             given = list(pages)
             leaf = next((node for node in self.nodes() if given and given[0] == (node.pages or [-1])[-1]), None)
@@ -167,7 +167,7 @@ def evict_the_front_of_a_leaf(patch: Patch) -> None:
             take(pool, given)
 
         patch.setattr(PagePool, "take_from_index", turned)
-        return evict(self, wanted)
+        return evict(self, wanted, *whose, **only)
 
     patch.setattr(PageTree, "evict", broken)
 
@@ -190,7 +190,7 @@ def keep_what_was_reset(patch: Patch) -> None:
     """A reset frees what is cached but goes on handing out what is held."""
 
     def reset(self: PageTree) -> tuple[int, int]:
-        return self.evict(self.cached_pages), self.active_pages
+        return self.evict(self.cached_pages, self.pool.common), self.active_pages
 
     patch.setattr(PageTree, "reset", reset)
 

@@ -100,7 +100,13 @@ def _access(settings: Settings) -> KeyedAccess | None:
         ConfigError: the keys can't be used, or there are none and the address is a public one.
     """
     if settings.api_keys is not None:
-        return KeyedAccess(settings.api_keys.expanduser(), settings.max_queue, sealed=settings.encrypt_cache)
+        return KeyedAccess(
+            settings.api_keys.expanduser(),
+            settings.max_queue,
+            sealed=settings.encrypt_cache,
+            floors=settings.tenant_floors,
+            cap=settings.tenant_cap,
+        )
     if not settings.insecure and not is_loopback(settings.host):
         raise ConfigError(
             f"without API keys anybody who reaches {flag('host')} {settings.host} may use the server and its cache; "

@@ -30,6 +30,11 @@ def add(
     api_keys: File = None,
     admin: Annotated[bool, typer.Option("--admin", help="The key may see metrics and change what is shared.")] = False,
     weight: Annotated[float | None, typer.Option(help="Share of the work when tenants compete.")] = None,
+    cache_floor: Annotated[
+        float | None, typer.Option(help="Part of the cache that others can't take from it, 0 to 1.")
+    ] = None,
+    cache_cap: Annotated[float | None, typer.Option(help="Part of the cache that it may leave filled, 0 to 1.")] = None,
+    max_pinned: Annotated[float | None, typer.Option(help="Its part of what may be pinned at all, 0 to 1.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Prompts in flight.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Prompt and output tokens per minute.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
@@ -47,6 +52,9 @@ def add(
         name: value
         for name, value in (
             ("weight", weight),
+            ("cache_floor", cache_floor),
+            ("cache_cap", cache_cap),
+            ("max_pinned", max_pinned),
             ("max_requests", max_requests),
             ("tokens_per_minute", tokens_per_minute),
             ("max_model_len", max_model_len),
@@ -68,6 +76,8 @@ def add(
             )
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
+            if not detail["loc"]:
+                raise ConfigError(detail["msg"]) from None
             raise ConfigError(f"{flag(str(detail['loc'][0]))}: {detail['msg']}, got {detail['input']!r}") from None
         record, key = keys_file.add_key(file, name, admin=admin)
     _show(record.id, name, key)

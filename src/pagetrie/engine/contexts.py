@@ -104,13 +104,14 @@ class Contexts:
             InvalidRequestError: 400 for what can never be held, 429 at the owner's limit.
         """
         self._refuse_over_limit(owner, 1)
-        if not self._cache.hold_limit:
+        limit = self._cache.pin_limit(self._namespace("", owner.tenant))
+        if not limit:
             raise InvalidRequestError(str(HoldLimitError(adds=0, pinned=0, limit=0)), code="contexts_unavailable")
         pages = self._cache.pages_for(len(ids))
-        if pages > self._cache.hold_limit:
+        if pages > limit:
             raise InvalidRequestError(
                 f"a context of {len(ids)} tokens takes {pages} pages, but all pinned prefixes together may take "
-                f"{self._cache.hold_limit}",
+                f"{limit}",
                 param="prompt",
                 code="context_too_large",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pagetrie.engine.config import EngineConfig
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import MAX_PRIORITY, MAX_TIMEOUT, MIN_PRIORITY, Request
@@ -12,13 +14,20 @@ from pagetrie.kv import KVCache
 
 
 class Door:
-    """Knows the limits that no request can pass. Holds nothing that changes, so any thread may ask it.
+    """Knows the limits that no request can pass. Any thread may ask it.
+
+    Args:
+        config, cache, vocabulary: the engine's.
+        namespace: the namespace of a tenant's pages.
 
     Attributes:
         longest: tokens of the longest sequence: it can neither outgrow the context nor an otherwise empty pool.
     """
 
-    def __init__(self, config: EngineConfig, cache: KVCache, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, config: EngineConfig, cache: KVCache, vocabulary: Vocabulary, namespace: Callable[[str, Tenant], bytes]
+    ) -> None:
+        self._namespace = namespace
         self._config = config
         self._cache = cache
         self._vocabulary = vocabulary
@@ -26,8 +35,12 @@ class Door:
         self.longest = min(config.max_model_len, cache.num_pages * cache.page_size)
 
     def max_len(self, tenant: Tenant) -> int:
-        """Longest sequence of a tenant, in tokens."""
-        return self.longest if tenant.max_model_len is None else min(self.longest, tenant.max_model_len)
+        """Longest sequence of a tenant, in tokens: others' floors stay theirs."""
+        longest = min(self.longest, self._reach(tenant) * self._cache.page_size)
+        return longest if tenant.max_model_len is None else min(longest, tenant.max_model_len)
+
+    def _reach(self, tenant: Tenant) -> int:
+        return self._cache.reach(self._namespace("", tenant)) if tenant.salt else self._cache.num_pages
 
     def end_ids(self, params: SamplingParams) -> set[int]:
         """Every token that ends a text."""
@@ -96,9 +109,9 @@ class Door:
             )
         # Beams share the pages that the prompt fills; each writes one of its own.
         pages = length // cache.page_size + width * (cache.pages_for(length + 1) - length // cache.page_size)
-        if pages > cache.num_pages:
+        if pages > (most := self._reach(request.tenant)):
             raise InvalidRequestError(
-                f"{width} beams on {length} tokens take {pages} pages, but the cache has {cache.num_pages}",
+                f"{width} beams on {length} tokens take {pages} pages, but the cache has {most}",
                 param="beam_width",
             )
         candidates = max(2, 1 + len(self.end_ids(params))) * width

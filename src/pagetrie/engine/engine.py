@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from heapq import heappop, heappush
 from itertools import islice
@@ -94,7 +94,7 @@ class Engine:
         self._rng = rng
         self._observer = observer or EngineObserver()
         self._tells_tokens = type(self._observer).on_token is not EngineObserver.on_token
-        self._door = Door(config, cache, vocabulary)
+        self._door = Door(config, cache, vocabulary, self.namespace)
         # What streams of text know of tokens, for those that show special tokens and those that skip them.
         self._pieces: tuple[dict[int, str], dict[int, str]] = ({}, {})
         # When the tokens of the current step were there.
@@ -174,6 +174,14 @@ class Engine:
         self._scheduler.add(root)
         self._stalled = False
         self._observer.on_arrival(ArrivalReport(request.request_id, state.arrival, request.prompt_ids, state.namespace))
+
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Who there is, and how much of the cache each may keep.
+
+        Raises:
+            ValueError: the floors are more than the whole cache.
+        """
+        self._cache.allow({tenant.owner: tenant.allowance for tenant in tenants if tenant.salt})
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever phase it is; its pages are free when this returns.

@@ -23,6 +23,9 @@ The rules, with their bounds (A is ``ageing_steps``, k is ``MAX_PREEMPTIONS``):
   runs when it comes. A tenant takes seats and pages from the one that has the largest *dominant share* (of seats or of
   pages, whichever is more, by weight: Ghodsi et al. 2011) if that one still has no less than the taker afterwards. Only
   a line that hasn't moved for A steps holds up the other tenants, until it does.
+- *Floors.* Pages within a tenant's floor (``kv.shares``) are out of the others' reach, running or not; the door refuses
+  what would never fit beside them. A tenant's pinned prefixes beyond its floor, and its own whole, give way to a
+  sequence that couldn't run otherwise.
 - *Guarantee.* Nobody is preempted more than k times: a sequence preempted k times is admitted only with a reservation
   of all pages that it may come to need, and then every other sequence is preempted before it, and held prefixes give
   way to it.
@@ -232,14 +235,14 @@ class Scheduler:
         """Get pages for ``count`` more tokens by preempting less valuable sequences, or else the sequence itself."""
         while missing := lease.extend(count):
             lesser = self._lesser(sequence)
-            victims = choose_victims([(other, other.lease.sole_pages()) for other in lesser if other.lease], missing)
+            victims = choose_victims(self._gains(sequence, lesser), missing)
             if victims is None and is_guaranteed(sequence) and lesser:
                 # Pages shared by several of them come free with the last one.
                 victims = [min(lesser, key=value)]
             if victims is None:
                 # Held prefixes give way only to what can't run otherwise.
                 alone = len(self.running) == 1 and not self._loading()
-                if (alone or is_guaranteed(sequence)) and self._cache.give_up_hold():
+                if (alone or is_guaranteed(sequence)) and self._cache.give_up_hold(sequence.state.namespace):
                     continue
                 if alone:
                     plan.outgrown.append(sequence)
@@ -295,6 +298,31 @@ class Scheduler:
             if not is_guaranteed(other) and shares[top] - share([other]) / weights[top] >= mine
         ]
 
+    def _gains(
+        self, sequence: Sequence, others: list[Sequence], *, missing: bool = False
+    ) -> list[tuple[Sequence, int]]:
+        """What preempting each of ``others`` brings a sequence, in pages.
+
+        What another tenant has within its floor is kept for it all the same.
+
+        Args:
+            missing: count what they would still take, too.
+        """
+        gains: list[tuple[Sequence, int]] = []
+        left: dict[str, int] = {}
+        for other in sorted(others, key=value):
+            if other.lease is None:
+                continue
+            gain = other.lease.sole_pages()
+            name = _tenant(other)
+            if name != _tenant(sequence):
+                if name not in left:
+                    left[name] = self._cache.pages_beyond_floor(other.state.namespace)
+                gain = min(gain, left[name])
+                left[name] -= gain
+            gains.append((other, gain + self._missing_pages(other, other.lease) if missing else gain))
+        return gains
+
     def _loading(self) -> bool:
         """Pages are held by a load: they'll be there once it has ended."""
         return self._cache.transfers is not None and self._cache.transfers.loading_pages > 0
@@ -331,7 +359,7 @@ class Scheduler:
             elif (
                 self.running
                 and self.step < sequence.look_again
-                and self._cache.available_pages < sequence.pages_wanted
+                and self._cache.available_to(sequence.state.namespace) < sequence.pages_wanted
                 and not self._outranked(sequence)
             ):
                 fits = False
@@ -373,7 +401,7 @@ class Scheduler:
         if self.running and not self._clear_the_way(sequence, needed, plan):
             fits = False
         else:
-            fits = self._extend_first(lease, count)
+            fits = self._extend_first(sequence, lease, count)
         if not fits:
             lease.close()
             sequence.look_again, sequence.pages_wanted = self.step + _STEPS_BETWEEN_LOOKS, needed
@@ -385,10 +413,10 @@ class Scheduler:
         plan.add(sequence, count)
         return True
 
-    def _extend_first(self, lease: CacheLease, count: int) -> bool:
+    def _extend_first(self, sequence: Sequence, lease: CacheLease, count: int) -> bool:
         """Get a newcomer's first pages; held prefixes give way to it only if nothing else runs."""
         while lease.extend(count):
-            if self.running or self._loading() or not self._cache.give_up_hold():
+            if self.running or self._loading() or not self._cache.give_up_hold(sequence.state.namespace):
                 return False
         return True
 
@@ -396,23 +424,15 @@ class Scheduler:
         """See that there are seats and pages for a sequence that needs so many, by takeover if it must be."""
         if is_guaranteed(sequence):
             reserved = sum(self._most_pages(other) for other in self.running if is_guaranteed(other))
-            if reserved and reserved + self._most_pages(sequence) > self._cache.num_pages:
+            if reserved and reserved + self._most_pages(sequence) > self._cache.reach(sequence.state.namespace):
                 return False
         # Those that run will take what they lack for the tokens they know.
         promised = sum(self._missing_pages(other, other.lease) for other in self.running if other.lease)
-        pages = needed + promised - self._cache.available_pages
+        pages = needed + promised - self._cache.available_to(sequence.state.namespace)
         seats = sequence.seats - self._free_seats()
         if pages <= 0 and seats <= 0:
             return True
-        victims = choose_victims(
-            [
-                (other, other.lease.sole_pages() + self._missing_pages(other, other.lease))
-                for other in self._outranked(sequence)
-                if other.lease
-            ],
-            pages,
-            seats,
-        )
+        victims = choose_victims(self._gains(sequence, self._outranked(sequence), missing=True), pages, seats)
         for victim in victims or ():
             self._preempt(victim, plan)
         return victims is not None

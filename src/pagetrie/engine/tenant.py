@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagetrie.kv import Allowance, owner_id
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -15,12 +17,27 @@ class Tenant:
             one tenant of a server without API keys.
         weight: its share of the work when tenants compete, against other tenants' weights; more than 0.
         max_model_len: longest prompt plus output, in tokens, if that is less than the engine's own limit.
+        cache_floor, cache_cap: parts of the pool, and of each tier below it, that others can't take from it, and that
+            it may leave cached at most.
+        pinned: its part of the pages that may be pinned.
     """
 
     name: str = ""
     salt: bytes = b""
     weight: float = 1.0
     max_model_len: int | None = None
+    cache_floor: float = 0.0
+    cache_cap: float = 1.0
+    pinned: float = 1.0
+
+    @property
+    def owner(self) -> bytes:
+        """Who owns its pages, as far as the cache is concerned."""
+        return owner_id("tenant", self.salt) if self.salt else b""
+
+    @property
+    def allowance(self) -> Allowance:
+        return Allowance(self.cache_floor, self.cache_cap, self.weight, self.pinned)
 
 
 LOCAL = Tenant()

@@ -15,9 +15,11 @@ from pagetrie.kv.interface import (
     TransferReport,
 )
 from pagetrie.kv.manager import CacheManager, Lease
-from pagetrie.kv.namespace import encode_namespace
+from pagetrie.kv.namespace import encode_namespace, owner_id
+from pagetrie.kv.shares import Allowance
 
 __all__ = [
+    "Allowance",
     "CacheHold",
     "CacheLease",
     "CacheManager",
@@ -34,4 +36,5 @@ __all__ = [
     "ResetReport",
     "TransferReport",
     "encode_namespace",
+    "owner_id",
 ]

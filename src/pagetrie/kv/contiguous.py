@@ -12,6 +12,7 @@ from pagetrie.errors import HoldLimitError
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw_reserved
+from pagetrie.kv.shares import Allowance
 
 
 class ContiguousCacheManager:
@@ -48,8 +49,23 @@ class ContiguousCacheManager:
         """Refused: a reservation ends with its request, so there is nothing to keep."""
         raise HoldLimitError(adds=0, pinned=0, limit=0)
 
-    def give_up_hold(self) -> bool:
+    def give_up_hold(self, namespace: bytes = b"") -> bool:
         return False
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """Nothing: nothing is kept."""
+
+    def available_to(self, namespace: bytes) -> int:
+        return self.available_pages
+
+    def reach(self, namespace: bytes) -> int:
+        return self.num_pages
+
+    def pages_beyond_floor(self, namespace: bytes) -> int:
+        return self.num_pages
+
+    def pin_limit(self, namespace: bytes) -> int:
+        return 0
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return 0

@@ -7,12 +7,14 @@ pages as leases do, so pages are counted once however many holds stand on them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
+from pagetrie.kv.shares import Share
 from pagetrie.kv.tokens import TOKEN_BYTES
 
 
@@ -58,12 +60,16 @@ class HoldBook:
         index: the tree they stand on.
         limit: most pages that holds may pin together.
         public: finds prefixes in the index.
+        trim: called with an owner's share after a hold of its pages was released.
     """
 
-    def __init__(self, index: RadixIndex | HashIndex, limit: int, public: PublicPrefixes) -> None:
+    def __init__(
+        self, index: RadixIndex | HashIndex, limit: int, public: PublicPrefixes, trim: Callable[[Share], None]
+    ) -> None:
         self.limit = limit
         self._index = index
         self._public = public
+        self._trim = trim
         self._holds: dict[Hold, None] = {}
         # Page -> holds that stand on it. A pinned page keeps its number.
         self._holders: Counter[int] = Counter()
@@ -77,7 +83,8 @@ class HoldBook:
         """Hold the longest stored prefix of ``tokens`` (u32 LE).
 
         Raises:
-            HoldLimitError: more pages would be pinned than ``limit``; nothing has changed.
+            HoldLimitError: more pages would be pinned than ``limit``, than the owner may pin, or than others' floors
+                leave; nothing has changed.
         """
         match = self._public.match(namespace, tokens, len(tokens) // TOKEN_BYTES)
         pages = match.pages
@@ -86,19 +93,31 @@ class HoldBook:
         if match.partial_owner is not None:
             nodes.append(match.partial_owner)
             pages = [*pages, match.partial_page]
+        shares = self._index.shares
+        share = shares.of(namespace)
         hold = self.add(nodes, pages, length)
-        if self.pages > self.limit:
-            pinned = self.pages
+        limit = self.limit_of(share)
+        if self.pages > self.limit or share.pinned > limit or shares.available(share) < 0:
+            pinned = share.pinned
             hold.release()
-            raise HoldLimitError(adds=pinned - self.pages, pinned=self.pages, limit=self.limit)
+            # Where others' floors or public prefixes leave no room, all that it has is all that it may have now.
+            limit = limit if pinned > limit else share.pinned
+            raise HoldLimitError(adds=pinned - share.pinned, pinned=share.pinned, limit=limit)
         return hold
+
+    def limit_of(self, share: Share) -> int:
+        """Most pages that an owner may pin."""
+        return int(share.pin_part * self.limit)
 
     def add(self, nodes: list[Node], pages: list[int], tokens: int) -> Hold:
         """Pin a prefix that is matched or pinned already."""
         hold = Hold(self, nodes, pages, tokens)
         for node in nodes:
             self._index.pin(node)
-        self._holders.update(pages)
+        owner = self._index.pool.owner
+        for page in pages:
+            owner[page].pinned += not self._holders[page]
+            self._holders[page] += 1
         self._holds[hold] = None
         return hold
 
@@ -116,20 +135,39 @@ class HoldBook:
             self._holders[page] -= 1
             if not self._holders[page]:
                 del self._holders[page]
+                self._index.pool.owner[page].pinned -= 1
+        shares = {node.share: None for node in hold._nodes}
         for node in hold._nodes:
             self._index.unpin(node)
+        for share in shares:
+            self._trim(share)
         hold.pages, hold._nodes = [], []
 
-    def give_up(self) -> bool:
-        """Release the least recently used hold. False if there is none."""
-        hold = next(iter(self._holds), None)
-        if hold is not None:
+    def give_up(self, share: Share) -> bool:
+        """Release a hold that keeps pages from an owner: the least recently used of its own, else of those that stand
+        on more than their owners' floors. False if there is none."""
+        rest: Hold | None = None
+        for hold in self._holds:
+            owners = {node.share for node in hold._nodes}
+            if share in owners or not owners:
+                self.release(hold)
+                return True
+            if rest is None and any(owner.active > owner.floor for owner in owners):
+                rest = hold
+        if rest is not None:
+            self.release(rest)
+        return rest is not None
+
+    def release_all(self) -> None:
+        for hold in list(self._holds):
             self.release(hold)
-        return hold is not None
 
     def check(self) -> None:
         """Recount by brute force (for tests)."""
         assert self._holders == Counter(page for hold in self._holds for page in hold.pages)
+        pool = self._index.pool
+        pinned = Counter(pool.owner[page] for page in self._holders)
+        assert all(share.pinned == pinned[share] for share in self._index.shares)
         if not self._holds:
             return
         assert self.pages <= self.limit

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import TierStats
 
 if TYPE_CHECKING:
@@ -236,12 +237,43 @@ class KVCache(Protocol):
         """Keep the longest stored prefix of ``tokens`` from being evicted. Takes no page.
 
         Raises:
-            HoldLimitError: holds would pin more than ``hold_limit`` pages.
+            HoldLimitError: its owner would pin more than it may, all together more than ``hold_limit`` pages, or
+                others' floors would be stood on.
         """
         ...
 
-    def give_up_hold(self) -> bool:
-        """Release the least recently used hold, for a sequence that can't run otherwise. False if there is none."""
+    def give_up_hold(self, namespace: bytes = b"") -> bool:
+        """Release a hold for a sequence of this namespace that can't run otherwise. False if none keeps pages from it.
+
+        The least recently used of its owner's, else of an owner's that has more than its floor.
+        """
+        ...
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """How much of the pool, and of the tiers below it, each owner of namespaces may keep; see ``shares``.
+
+        Args:
+            allowances: by owner (``owner_id``). Who isn't named is promised and forbidden nothing.
+
+        Raises:
+            ValueError: more is promised than there is.
+        """
+        ...
+
+    def available_to(self, namespace: bytes) -> int:
+        """Pages that a lease of this namespace could get now: ``available_pages`` less what is kept for others."""
+        ...
+
+    def reach(self, namespace: bytes) -> int:
+        """Pages that a lease of this namespace can get at most, when nothing else runs. May be asked by any thread."""
+        ...
+
+    def pages_beyond_floor(self, namespace: bytes) -> int:
+        """Pages in use of this namespace's owner that others could have if it let go of all."""
+        ...
+
+    def pin_limit(self, namespace: bytes) -> int:
+        """Most pages that this namespace's owner may hold."""
         ...
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:

@@ -23,6 +23,7 @@ from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw, rea
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
+from pagetrie.kv.shares import Allowance, Share
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens, token_array
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class CacheManager:
         hold_limit: most pages that holds may pin; None for all.
         transfers: what moves pages to and from tiers below the pool, if there are any.
         evictions: remembers what was given up, for ``diagnose``; None to remember nothing.
-        policy: decides what is evicted first; made for this pool, used by no other. LRU if None.
+        policy: decides what is evicted first; made for this pool, used by no other. LRU if None. Each owner of
+            namespaces gets one like it.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class CacheManager:
         self.shares = index != "none"
         self.hold_limit = (num_pages if hold_limit is None else hold_limit) if self.shares else 0
         self._public = PublicPrefixes(self.index)
-        self._holds = HoldBook(self.index, self.hold_limit, self._public)
+        self._holds = HoldBook(self.index, self.hold_limit, self._public, self._trim)
         self._copies: list[tuple[int, int]] = []
         self._copied_pages = 0
         # The next page of every lease that is computing known tokens: (node it follows, its tokens).
@@ -95,7 +97,8 @@ class CacheManager:
         limit = len(packed) // TOKEN_BYTES - 1 if lookup else 0
         match = self._public.match(namespace, packed, limit)
         self.index.pin(match.node)
-        lease = Lease(self, token_array(packed), match.root, match.node, publish=publish and self.shares)
+        share = self.index.shares.of(namespace)
+        lease = Lease(self, share, token_array(packed), match.root, match.node, publish=publish and self.shares)
         lease._stand_on(match)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
@@ -118,8 +121,14 @@ class CacheManager:
         """See ``KVCache.hold``."""
         return self._holds.take(namespace, pack_tokens(tokens))
 
-    def give_up_hold(self) -> bool:
-        return self._holds.give_up()
+    def give_up_hold(self, namespace: bytes = b"") -> bool:
+        return self._holds.give_up(self.index.shares.of(namespace))
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """See ``KVCache.allow``."""
+        self.index.shares.allow(allowances)
+        for share in self.index.shares:
+            self._trim(share)
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return self._public.stored_tokens(namespace, pack_tokens(tokens)) if self.shares else 0
@@ -165,6 +174,19 @@ class CacheManager:
     def available_pages(self) -> int:
         return self.pool.free_pages + self.index.cached_pages
 
+    def available_to(self, namespace: bytes) -> int:
+        return self.index.shares.available(self.index.shares.of(namespace))
+
+    def reach(self, namespace: bytes) -> int:
+        return self.index.shares.reach(namespace)
+
+    def pages_beyond_floor(self, namespace: bytes) -> int:
+        share = self.index.shares.of(namespace)
+        return max(0, share.active - share.floor)
+
+    def pin_limit(self, namespace: bytes) -> int:
+        return self._holds.limit_of(self.index.shares.of(namespace))
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
@@ -187,8 +209,7 @@ class CacheManager:
 
     def reset(self) -> ResetReport:
         """Forget every stored prefix, held ones too. Running leases keep their pages but publish nothing more."""
-        while self._holds.give_up():
-            pass
+        self._holds.release_all()
         self.index.on_evict = self._forgetting
         freed, _ = self.index.reset()
         self.index.on_evict = self._evicting
@@ -210,16 +231,24 @@ class CacheManager:
 
     # -- for leases --------------------------------------------------------------------------------------------------
 
-    def _take(self, count: int, lease: Lease | None = None) -> list[int]:
-        """``count`` pages, evicting what is needed; the caller has made sure they are available."""
+    def _take(self, count: int, share: Share, lease: Lease | None = None) -> list[int]:
+        """``count`` pages for a share, evicting what is needed; the caller has made sure they are available to it."""
+        self._taker = lease
+        if share.cap is not None and (over := min(share.pages + count - share.cap, share.cached)) > 0:
+            self.index.evict(over, only=share)
         short = count - self.pool.free_pages
         if short > 0:
-            self._taker = lease
-            self.index.evict(short)
-        pages = self.pool.allocate(count)
+            self.index.evict(short, share)
+        pages = self.pool.allocate(count, share)
         if self.transfers is not None:
             self.transfers.taken(pages)
         return pages
+
+    def _trim(self, share: Share) -> None:
+        """Give up what an owner keeps cached beyond its cap."""
+        if share.cap is not None and share.beyond_cap:
+            self._taker = None
+            self.index.evict(share.beyond_cap, only=share)
 
     def _sole_pages(self, leases: list[Lease]) -> int:
         """Pages that are held by these leases together and by nobody else."""
@@ -302,11 +331,15 @@ class Lease:
         "computed",
         "holder",
         "pages",
+        "share",
         "ttl",
     )
 
-    def __init__(self, manager: CacheManager, tokens: array[int], root: Node, node: Node, *, publish: bool) -> None:
+    def __init__(
+        self, manager: CacheManager, share: Share, tokens: array[int], root: Node, node: Node, *, publish: bool
+    ) -> None:
         self._manager = manager
+        self.share = share
         self._tokens = tokens
         self._root = root
         self._node = node
@@ -363,12 +396,12 @@ class Lease:
         shared = tail < len(pages) and manager.pool.references[pages[tail]] > 1
         needed = max(0, -(-end // page_size) - len(pages)) + shared
         if needed:
-            missing = needed - manager.available_pages
+            missing = needed - manager.index.shares.available(self.share)
             if missing > 0 and self._partial is not None:
                 missing -= self._give_up_partial(missing)
             if missing > 0:
                 return missing
-            new = manager._take(needed, self)
+            new = manager._take(needed, self.share, self)
             if shared:
                 copy = new.pop()
                 manager._copy(pages[tail], copy)
@@ -379,6 +412,7 @@ class Lease:
                 source, owner = self._partial
                 manager._copy(source, new[0])
                 manager.index.unpin(owner)
+                manager._trim(self.share)
                 self._partial = None
                 self._copy_pending = True
             pages += new
@@ -392,9 +426,9 @@ class Lease:
         """
         assert self._partial is not None
         manager, owner = self._manager, self._partial[1]
-        before = manager.available_pages
+        before = manager.index.shares.available(self.share)
         manager.index.unpin(owner)
-        gained = manager.available_pages - before
+        gained = manager.index.shares.available(self.share) - before
         if gained < missing:
             manager.index.pin(owner)
         else:
@@ -486,7 +520,7 @@ class Lease:
 
     def fork(self) -> Lease:
         manager = self._manager
-        child = Lease(manager, self._tokens[:], self._root, self._node, publish=self._publish)
+        child = Lease(manager, self.share, self._tokens[:], self._root, self._node, publish=self._publish)
         child._prompt_tokens = self._prompt_tokens
         child.computed = self.computed
         child.cached_tokens = self.cached_tokens
@@ -533,6 +567,7 @@ class Lease:
         if self._trunk is not None:
             index.touch(self._trunk, None)
             index.unpin(self._trunk)
+        manager._trim(self.share)
         self.pages = []
         self._room = 0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pagetrie.kv import CacheHold, CacheLease, CacheStats, Diagnosis, KVCache, ResetReport
 from pagetrie.kv.holding import Holding, measure
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
+from pagetrie.kv.shares import Allowance
 
 
 class MeteredCache:
@@ -31,8 +32,23 @@ class MeteredCache:
     def hold(self, tokens: Sequence[int], namespace: bytes = b"") -> CacheHold:
         return self._cache.hold(tokens, namespace)
 
-    def give_up_hold(self) -> bool:
-        return self._cache.give_up_hold()
+    def give_up_hold(self, namespace: bytes = b"") -> bool:
+        return self._cache.give_up_hold(namespace)
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        self._cache.allow(allowances)
+
+    def available_to(self, namespace: bytes) -> int:
+        return self._cache.available_to(namespace)
+
+    def reach(self, namespace: bytes) -> int:
+        return self._cache.reach(namespace)
+
+    def pages_beyond_floor(self, namespace: bytes) -> int:
+        return self._cache.pages_beyond_floor(namespace)
+
+    def pin_limit(self, namespace: bytes) -> int:
+        return self._cache.pin_limit(namespace)
 
     def stored_tokens(self, tokens: Sequence[int], namespace: bytes = b"") -> int:
         return self._cache.stored_tokens(tokens, namespace)

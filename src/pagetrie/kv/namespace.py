@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from struct import calcsize, pack, unpack_from
 
+from blake3 import blake3
+
 Part = str | int | bytes | None
 
 _VERSION = b"pagetrie-namespace-1"
@@ -67,6 +69,23 @@ def _take(data: bytes, at: int, length: str) -> tuple[bytes, int]:
 def extend_namespace(namespace: bytes, kind: str, value: Part) -> bytes:
     """A namespace with one more part, which must sort after all that it has."""
     return namespace + _frame(kind, value)
+
+
+def owner_of(namespace: bytes) -> bytes:
+    """Whose pages are in a namespace: see ``owner_id``; empty if no part says so."""
+    try:
+        parts = decode_namespace(namespace)
+    except ValueError:
+        return b""
+    for kind in ("tenant", "public"):
+        if parts.get(kind) is not None:
+            return owner_id(kind, parts[kind])
+    return b""
+
+
+def owner_id(kind: str, value: Part) -> bytes:
+    """16 bytes that stand for an owner of pages (the ``tenant`` or ``public`` part), and tell nothing about it."""
+    return blake3(_frame(kind, value), derive_key_context="pagetrie 2026-11 owner of pages").digest(16)
 
 
 def _frame(kind: str, value: Part) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from pagetrie.kv.eviction.policy import EvictionPolicy, Use
 from pagetrie.kv.pool import INDEXED, PagePool
+from pagetrie.kv.shares import Share, Shares
 from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix
 
 
@@ -31,6 +32,7 @@ class Node:
         key: the tokens of its first page, by which its parent finds it.
         keys, children: parallel, sorted by key; a key is the child's first page of tokens. Sorting puts the longest
             common prefix with any query next to the query's place.
+        share: the owner's part of the pool that its pages count for.
         pins: leases whose held prefix ends at this node's end, or that are about to copy one of its pages.
         active_children: children that are active.
         last_used: tick of the last operation that touched it.
@@ -51,14 +53,22 @@ class Node:
         "pages",
         "parent",
         "pins",
+        "share",
         "start",
         "tokens",
     )
 
     def __init__(
-        self, parent: Node | None, tokens: bytes | bytearray, pages: list[int], start: int = 0, key: bytes = b""
+        self,
+        parent: Node | None,
+        share: Share,
+        tokens: bytes | bytearray,
+        pages: list[int],
+        start: int = 0,
+        key: bytes = b"",
     ) -> None:
         self.parent = parent
+        self.share = share
         self.tokens = bytearray(tokens)
         self.pages = pages
         self.start = start
@@ -122,12 +132,15 @@ class PageTree(ABC):
     Args:
         pool: the pages' owner of record; pages in the tree are in its ``indexed`` state.
         page_size: tokens per page.
-        policy: decides what is evicted first.
+        policy: decides which of an owner's pages are evicted first.
+
+    Attributes:
+        shares: the owners' parts of the pool.
     """
 
     def __init__(self, pool: PagePool, page_size: int, policy: EvictionPolicy) -> None:
         self.pool = pool
-        self.policy = policy
+        self.shares = Shares(pool, policy)
         self.page_size = page_size
         self.page_bytes = page_size * TOKEN_BYTES
         self.indexed_pages = 0
@@ -167,7 +180,7 @@ class PageTree(ABC):
         """Leading tokens of ``tokens`` (u32 LE) that whole stored pages hold. Changes nothing."""
 
     def _make_root(self, namespace: bytes) -> Node:
-        return Node(None, namespace, [])
+        return Node(None, self.shares.of(namespace), namespace, [])
 
     # -- pins and recency ----------------------------------------------------------------------------------------
 
@@ -176,10 +189,13 @@ class PageTree(ABC):
         node.pins += 1
         if node.pins > 1 or node.active_children:
             return
+        share, pool = node.share, self.pool
         if not node.children:
-            self.policy.remove(node)
+            share.policy.remove(node)
+        pool.changed[share] = None
         while True:
             self.active_pages += len(node.pages)
+            share.cached -= len(node.pages)
             parent = node.parent
             if parent is None:
                 return
@@ -191,14 +207,17 @@ class PageTree(ABC):
     def unpin(self, node: Node) -> None:
         """Undo one ``pin``."""
         node.pins -= 1
+        share = node.share
+        self.pool.changed[share] = None
         while not node.pins and not node.active_children:
             self.active_pages -= len(node.pages)
+            share.cached += len(node.pages)
             parent = node.parent
             if parent is None:
                 self._on_idle_root(node)
                 return
             if not node.children:
-                self.policy.add(node)
+                share.policy.add(node)
             parent.active_children -= 1
             node = parent
 
@@ -216,15 +235,16 @@ class PageTree(ABC):
 
     def touch(self, node: Node, use: Use | None) -> None:
         """Tell the policy that the path from the root to ``node`` was used, or just looked at (None)."""
-        self.policy.touch(node, use)
+        node.share.policy.touch(node, use)
 
     def _on_idle_root(self, root: Node) -> None:
         """No lease stands on this tree any more: a dropped one gives everything back, an empty one goes."""
         if root.dead:
             for node in list(walk(root)):
-                self.policy.remove(node)
+                node.share.policy.remove(node)
                 self.pool.take_from_index(node.pages)
                 self.indexed_pages -= len(node.pages)
+                node.share.cached -= len(node.pages)
                 self._forget(node)
                 node.pages = []
             self._dead_roots.remove(root)
@@ -265,18 +285,19 @@ class PageTree(ABC):
         if place < len(node.keys) and node.keys[place].startswith(tokens):
             return False
         child = self._add_child(node, tokens, [page])
-        self.policy.add(child)
+        child.share.policy.add(child)
         return True
 
     def _add_child(self, node: Node, tokens: bytes, pages: list[int]) -> Node:
         """Hang new pages below ``node``, replacing a partial leaf that they make superfluous."""
+        share = node.share
         if node.parent is not None and not node.children and not is_active(node):
-            self.policy.remove(node)  # stored by one who left: a leaf no more
-        self.pool.give_to_index(pages)
+            share.policy.remove(node)  # stored by one who left: a leaf no more
+        self.pool.give_to_index(pages, share)
         if not node.children and node.parent is not None:
-            self.policy.remove(node)  # a leaf no more
+            share.policy.remove(node)  # a leaf no more
         key = tokens[: self.page_bytes]
-        child = Node(node, tokens, pages, node.start + len(node.pages), key)
+        child = Node(node, share, tokens, pages, node.start + len(node.pages), key)
         place = bisect_left(node.keys, key)
         while place and key.startswith(node.keys[place - 1]) and not node.children[place - 1].pins:
             place -= 1
@@ -284,16 +305,18 @@ class PageTree(ABC):
         node.keys.insert(place, key)
         node.children.insert(place, child)
         self.indexed_pages += len(pages)
-        self.policy.created(child)
+        share.cached += len(pages)
+        share.policy.created(child)
         return child
 
     def _remove_leaf(self, node: Node) -> None:
         """Take an unpinned leaf out of the tree and free its pages."""
         parent = node.parent
         assert parent is not None and not node.children and not node.pins
-        self.policy.remove(node)
+        node.share.policy.remove(node)
         self.pool.take_from_index(node.pages)
         self.indexed_pages -= len(node.pages)
+        node.share.cached -= len(node.pages)
         self._unlink(node)
 
     def _unlink(self, node: Node) -> None:
@@ -310,33 +333,43 @@ class PageTree(ABC):
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def evict(self, wanted: int) -> int:
-        """Free up to ``wanted`` cached pages, the policy's first leaf first, its last page first.
+    def evict(self, wanted: int, taker: Share | None = None, *, only: Share | None = None) -> int:
+        """Free up to ``wanted`` cached pages: who gives is up to the shares, which leaf its policy's; last pages first.
 
-        Returns how many were freed: ``min(wanted, cached_pages)``.
+        Args:
+            wanted: pages.
+            taker: who gets them; what others' floors keep from it stays.
+            only: take them from this share, whatever its floor.
+
+        Returns how many were freed: fewer than wanted only if no more may go.
         """
-        policy, freed = self.policy, 0
-        while freed < wanted and (node := policy.victim()) is not None:
-            count_here = min(wanted - freed, len(node.pages))
+        shares, freed = self.shares, 0
+        while freed < wanted and (share := only or shares.giver(taker)) is not None:
+            node = share.policy.victim()
+            if node is None:
+                break
+            most = share.cached if only is not None else shares.may_give(share, taker)
+            count_here = min(wanted - freed, most, len(node.pages))
             if self.on_evict is not None:
                 self.on_evict(node, count_here)
-            policy.evicted(node, count_here)
+            share.policy.evicted(node, count_here)
             freed += count_here
             self.indexed_pages -= count_here
+            share.cached -= count_here
             self.evicted_pages += count_here
             if count_here < len(node.pages):
                 self.pool.take_from_index(node.pages[: -count_here - 1 : -1])
                 del node.pages[-count_here:]
                 del node.tokens[len(node.pages) * self.page_bytes :]
-                break
-            self.pool.take_from_index(reversed(node.pages))
+                continue
+            self.pool.take_from_index(node.pages[::-1])
             parent = node.parent
             assert parent is not None
             self._unlink(node)
             if parent.children or parent.pins:
                 continue
             if parent.parent is not None:
-                policy.add(parent)
+                share.policy.add(parent)
             elif not parent.dead:
                 del self._roots[bytes(parent.tokens)]
         return freed
@@ -346,7 +379,7 @@ class PageTree(ABC):
 
         Returns (pages freed now, pages still held).
         """
-        freed = self.evict(self.cached_pages)
+        freed = sum(self.evict(share.cached, only=share) for share in self.shares)
         for root in self._roots.values():
             root.dead = True
             self._dead_roots.append(root)
@@ -373,10 +406,21 @@ class PageTree(ABC):
     def recount(self) -> dict[str, tuple[int, int]]:
         """Count the pages in the tree anew. See ``KVCache.recount``."""
         indexed = active = 0
+        before = sum(share.cached for share in self.shares)
+        for share in self.shares:
+            share.cached = 0
         for node in self.nodes():
             indexed += len(node.pages)
-            active += len(node.pages) if is_active(node) else 0
-        changes = {"indexed pages": (self.indexed_pages, indexed), "held pages": (self.active_pages, active)}
+            if is_active(node):
+                active += len(node.pages)
+            else:
+                node.share.cached += len(node.pages)
+        self.shares.recount()
+        changes = {
+            "indexed pages": (self.indexed_pages, indexed),
+            "held pages": (self.active_pages, active),
+            "cached pages": (before, indexed - active),
+        }
         self.indexed_pages, self.active_pages = indexed, active
         return {name: (was, now) for name, (was, now) in changes.items() if was != now}
 
@@ -385,6 +429,7 @@ class PageTree(ABC):
         pages: list[int] = []
         active_pages = 0
         evictable: set[Node] = set()
+        cached = dict.fromkeys(self.shares, 0)
         for root in self.roots():
             assert root.children or root.pins, "an empty, unheld root was kept"
             assert root.active_children == sum(1 for child in root.children if is_active(child))
@@ -400,16 +445,23 @@ class PageTree(ABC):
                 assert len(node.pages) == 1 and not node.children and len(node.tokens) < self.page_bytes
             else:
                 assert len(node.tokens) == len(node.pages) * self.page_bytes
+            assert node.share is node.parent.share
             if is_active(node):
                 active_pages += len(node.pages)
-            elif not node.children:
-                evictable.add(node)
+            else:
+                cached[node.share] += len(node.pages)
+                if not node.children:
+                    evictable.add(node)
             pages += node.pages
         assert len(pages) == len(set(pages)) == self.indexed_pages
         assert all(self.pool.state[page] == INDEXED for page in pages)
         assert self.pool.state.count(INDEXED) == len(pages)
         assert active_pages == self.active_pages
-        assert evictable == self.policy.queued(), "what may be evicted isn't what is queued for it"
+        queued = [(share, share.policy.queued()) for share in self.shares]
+        assert all(node.share is share for share, nodes in queued for node in nodes)
+        assert evictable == {node for _, nodes in queued for node in nodes}, "other leaves are queued than may go"
+        assert cached == {share: share.cached for share in self.shares}
+        self.shares.check()
 
 
 def root_of(node: Node) -> Node:

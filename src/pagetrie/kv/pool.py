@@ -9,7 +9,9 @@ Every page is in exactly one state:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from pagetrie.kv.shares import Share
 
 FREE, PRIVATE, INDEXED = 0, 1, 2
 
@@ -23,6 +25,11 @@ class PagePool:
 
     Args:
         num_pages: how many pages exist.
+
+    Attributes:
+        owner: per page, whose it is if it isn't free; shares count their pages.
+        common: the share of whoever is told apart from nobody.
+        changed: shares whose counts have changed since somebody emptied this.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -34,14 +41,18 @@ class PagePool:
         self.state = bytearray(num_pages)
         self.references = [0] * num_pages
         self.private_pages = 0
+        self.common = Share()
+        self.owner = [self.common] * num_pages
+        self.changed: dict[Share, None] = {}
 
     @property
     def free_pages(self) -> int:
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, share: Share | None = None) -> list[int]:
         """Take ``count`` free pages as private with one reference each. The caller has made sure they exist."""
-        free, state, references = self._free, self.state, self.references
+        free, state, references, owner = self._free, self.state, self.references, self.owner
+        share = share or self.common
         if count > len(free):
             raise PageStateError(f"{count} pages asked for, {len(free)} free")
         keep = len(free) - count
@@ -51,7 +62,10 @@ class PagePool:
         for page in pages:
             state[page] = PRIVATE
             references[page] = 1
+            owner[page] = share
         self.private_pages += count
+        share.pages += count
+        self.changed[share] = None
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -71,23 +85,38 @@ class PagePool:
                 self.state[page] = FREE
                 self.private_pages -= 1
                 self._free.append(page)
+                share = self.owner[page]
+                share.pages -= 1
+                self.changed[share] = None
 
-    def give_to_index(self, pages: Iterable[int]) -> None:
-        """Hand private pages with exactly one holder over to the index."""
+    def give_to_index(self, pages: Sequence[int], share: Share | None = None) -> None:
+        """Hand private pages with exactly one holder over to the index; from then on they are the share's."""
+        state, references, owner = self.state, self.references, self.owner
+        share = share or self.common
         for page in pages:
-            if self.state[page] != PRIVATE or self.references[page] != 1:
+            if state[page] != PRIVATE or references[page] != 1:
                 raise PageStateError(f"page {page} is not private to one holder")
-            self.state[page] = INDEXED
-            self.references[page] = 0
-            self.private_pages -= 1
+            state[page] = INDEXED
+            references[page] = 0
+            if (before := owner[page]) is not share:
+                owner[page] = share
+                before.pages -= 1
+                share.pages += 1
+                self.changed[before] = self.changed[share] = None
+        self.private_pages -= len(pages)
 
-    def take_from_index(self, pages: Iterable[int]) -> None:
-        """The index lets go of pages; they become free."""
+    def take_from_index(self, pages: Sequence[int]) -> None:
+        """The index lets go of pages, all of one share; they become free."""
+        state = self.state
         for page in pages:
-            if self.state[page] != INDEXED:
+            if state[page] != INDEXED:
                 raise PageStateError(f"page {page} is not indexed")
-            self.state[page] = FREE
-            self._free.append(page)
+            state[page] = FREE
+        self._free += pages
+        if pages:
+            share = self.owner[pages[0]]
+            share.pages -= len(pages)
+            self.changed[share] = None
 
     def recount(self) -> dict[str, tuple[int, int]]:
         """Derive the free list and the count of private pages anew from the pages' states. See ``KVCache.recount``."""
@@ -97,6 +126,10 @@ class PagePool:
         if sorted(self._free) != free:
             self._free = free[::-1]
         self.private_pages = private
+        for share in {*self.owner}:
+            share.pages = 0
+        for page, state in enumerate(self.state):
+            self.owner[page].pages += state != FREE
         return {name: (was, now) for name, (was, now) in changes.items() if was != now}
 
     def check(self) -> None:

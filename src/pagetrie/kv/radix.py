@@ -110,12 +110,14 @@ class RadixIndex(PageTree):
         return node, kept
 
     def _grow(self, node: Node, tokens: bytes, pages: list[int]) -> None:
-        self.pool.give_to_index(pages)
+        self.pool.give_to_index(pages, node.share)
         node.tokens += tokens
         node.pages += pages
         self.indexed_pages += len(pages)
         if is_active(node):
             self.active_pages += len(pages)
+        else:
+            node.share.cached += len(pages)
 
     def _first_page(self, parent: Node, place: int) -> Node:
         child = parent.children[place]
@@ -125,7 +127,7 @@ class RadixIndex(PageTree):
         """Cut the child at ``place`` after ``pages`` pages. The lower part keeps its identity, so pins stay right."""
         lower = parent.children[place]
         cut = pages * self.page_bytes
-        upper = Node(parent, lower.tokens[:cut], lower.pages[:pages], lower.start, lower.key)
+        upper = Node(parent, lower.share, lower.tokens[:cut], lower.pages[:pages], lower.start, lower.key)
         del lower.tokens[:cut], lower.pages[:pages]
         lower.parent = upper
         lower.start += pages
@@ -134,7 +136,7 @@ class RadixIndex(PageTree):
         upper.children.append(lower)
         upper.active_children = int(is_active(lower))
         parent.children[place] = upper
-        self.policy.split(upper, lower)
+        upper.share.policy.split(upper, lower)
         return upper
 
 

@@ -276,7 +276,7 @@ class Transfers:
     def _begin(
         self, root: Node, node: Node, refs: list[PageRef], sources: list[Tier], now: float
     ) -> PendingPage | None:
-        count = min(len(refs), self._room())
+        count = min(len(refs), self._room(root))
         del refs[count:], sources[count:]
         seconds = self._worthwhile(refs, sources, now)
         if seconds is None:
@@ -285,7 +285,7 @@ class Transfers:
         manager = self._manager
         self.stack.keep(refs, sources)
         manager.index.pin(node)
-        load = Load(refs, sources, manager._take(count))
+        load = Load(refs, sources, manager._take(count, root.share))
         backlog = sum(other.expected for other in self._flights)
         patience = max(_SHORTEST_WAIT, min(_PATIENCE * expected + _SPARE_WAIT + backlog, gained))
         flight = _Flight(load, root, node, started=now, deadline=now + patience, expected=expected)
@@ -311,11 +311,11 @@ class Transfers:
             return None
         return loading, computing
 
-    def _room(self) -> int:
+    def _room(self, root: Node) -> int:
         """Pages that a load may take: while others run, never so many that they'd be short of pages soon."""
         manager = self._manager
         others = manager.stats().active_pages > 0
-        return max(0, manager.available_pages - (manager.num_pages // 8 if others else 0))
+        return max(0, manager.index.shares.available(root.share) - (manager.num_pages // 8 if others else 0))
 
     def _on_progress(self, flight: _Flight) -> Callable[[], None]:
         load = flight.load
@@ -421,8 +421,8 @@ class Transfers:
             self._speeds[name].take(count, seconds, now)
         if flight.published < len(load.refs):
             self.stats.failed_loads += 1
-        self._leave(flight, now)
         self._manager.pool.release(load.pages[flight.published :])
+        self._leave(flight, now)
 
     def _give_up(self, flight: _Flight, now: float) -> None:
         load = flight.load
@@ -447,6 +447,7 @@ class Transfers:
             self._avoided.note(ref.key, now + _NO_RETRY)
         self._manager.index.touch(flight.node, None)
         self._manager.index.unpin(flight.node)
+        self._manager._trim(flight.root.share)
         flight.pending.done = True
 
     def _answered(self, lookup: _Lookup, now: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,13 +17,14 @@ from starlette.responses import JSONResponse, Response
 
 from pagetrie import __version__
 from pagetrie.engine.live import LiveView
+from pagetrie.engine.tenant import Tenant
 from pagetrie.engine.timeline import Timeline
-from pagetrie.errors import PagetrieError
+from pagetrie.errors import EngineError, PagetrieError
 from pagetrie.server import chat, completions, contexts, explain, health, openapi, public_prefixes, tokenization
 from pagetrie.server.auth import Access, Authentication
 from pagetrie.server.context import HttpError, ServerContext
 from pagetrie.server.dashboard import check_local, serve_file
-from pagetrie.server.disconnect import ClientGoneError
+from pagetrie.server.disconnect import ClientGoneError, cancel_and_wait
 from pagetrie.server.engine_api import Engine
 from pagetrie.server.errors import http_error, is_expected, model_not_found, to_api_error
 from pagetrie.server.exchange import Exchange, Exchanges, logger, plain_log
@@ -37,6 +40,8 @@ from pagetrie.server.workers import WorkerPool
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 CLIENT_CLOSED_REQUEST = 499
+LOOK_SECONDS = 5.0
+"""Between looks at the keys file while nobody asks; with every request it is looked at anyhow."""
 
 
 def create_app(
@@ -107,15 +112,32 @@ def create_app(
     if access is not None:
         metrics.registry.register(context.quotas)
     metrics.bind(loop.snapshot, loop.transfer_report)
+    callers = access or Access()
+
+    async def on_tenants(tenants: list[Tenant]) -> None:
+        with contextlib.suppress(EngineError):  # going down
+            await loop.ask(lambda engine: engine.set_tenants(tenants))
+
+    async def watch_keys() -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            callers.refresh()
+            await callers.tell(on_tenants)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
         loop.start()
+        watching = None
         try:
+            await callers.tell(on_tenants)
             await declare_all(context, public)
             await warm_up(context, warm)
+            if access is not None:
+                watching = asyncio.create_task(watch_keys())
             yield
         finally:
+            if watching is not None:
+                await cancel_and_wait(watching)
             context.stopping = True
             await loop.stop()
             context.workers.close()
@@ -123,13 +145,13 @@ def create_app(
     app = FastAPI(title="pagetrie", version=context.version, lifespan=lifespan, openapi_url=None)
     app.state.context = context
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
-    app.add_middleware(Authentication, access=access or Access())
+    app.add_middleware(Authentication, access=callers, listener=on_tenants)
     app.add_middleware(Exchanges, listeners=[metrics.on_exchange, *([] if access_log is None else [access_log])])
     _add_error_handlers(app)
     _add_generation_routes(app, context)
     _add_context_routes(app, context)
     _add_admin_routes(app, context)
-    app.state.live = LiveFeed(context, LiveView(timeline or Timeline()), access or Access())
+    app.state.live = LiveFeed(context, LiveView(timeline or Timeline()), callers)
     _add_live_routes(app, app.state.live, keys=access is not None)
     _add_service_routes(app, context)
     _add_description(app, context, keys=access is not None)

@@ -6,6 +6,7 @@ import base64
 import hmac
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,12 @@ class Access:
         """All there are, by name."""
         return [LOCAL]
 
+    def refresh(self) -> None:
+        """Look whether there are others now."""
+
+    async def tell(self, listener: Callable[[list[Tenant]], Awaitable[None]]) -> None:
+        """Tell ``listener`` who there is, unless it has been told."""
+
 
 class KeyedAccess(Access):
     """Callers by the keys in a file, which is read anew when it has changed. A file that is wrong changes nothing.
@@ -89,6 +96,8 @@ class KeyedAccess(Access):
         path: the file.
         max_queue: prompts that may wait in the engine; a tenant without a limit of its own gets an equal share.
         sealed: the cache is encrypted. Namespaces are others then, since those of a cache in the clear stand beside it.
+        floors: part of the cache that the tenants without a floor of their own are guaranteed together.
+        cap: part of it that a tenant without a cap of its own may leave cached.
 
     Attributes:
         public_salt: part of the namespace of pages that all tenants share.
@@ -97,8 +106,12 @@ class KeyedAccess(Access):
         ConfigError: the file can't be used.
     """
 
-    def __init__(self, path: Path, max_queue: int, *, sealed: bool = False) -> None:
+    def __init__(
+        self, path: Path, max_queue: int, *, sealed: bool = False, floors: float = 0.0, cap: float = 1.0
+    ) -> None:
         self._path = path
+        self._floors, self._cap = floors, cap
+        self._told = False
         self._sealed = sealed
         self._max_queue = max_queue
         self._stamp = self._look()
@@ -116,17 +129,35 @@ class KeyedAccess(Access):
     def _take(self, file: keys_file.KeysFile) -> None:
         share = max(1, self._max_queue // max(1, len(file.tenants)))
         tenants, limits = {}, {}
+        floor, pinned = self._default_parts(file)
         for name, record in sorted(file.tenants.items()):
+            cap = self._cap if record.cache_cap is None else record.cache_cap
             tenants[name] = Tenant(
-                name, tenant_salt(record.secret, sealed=self._sealed), record.weight, record.max_model_len
+                name,
+                tenant_salt(record.secret, sealed=self._sealed),
+                weight=record.weight,
+                max_model_len=record.max_model_len,
+                cache_floor=min(floor, cap) if record.cache_floor is None else record.cache_floor,
+                cache_cap=max(cap, record.cache_floor or 0.0),
+                pinned=pinned if record.max_pinned is None else record.max_pinned,
             )
             limits[name] = Limits(record.max_requests or share, record.tokens_per_minute, record.max_body_size)
-        self._tenants = tenants
+        self._tenants, self._told = tenants, False
         self.public_salt = tenant_salt(file.secret, sealed=self._sealed)
         self._callers = [
             (bytes.fromhex(key.sha256), Caller(tenants[key.tenant], limits[key.tenant], key.admin, key.id))
             for key in file.keys
         ]
+
+    def _default_parts(self, file: keys_file.KeysFile) -> tuple[float, float]:
+        """Floor, and part of what may be pinned, of a tenant that the file gives none."""
+        records = file.tenants.values()
+        without = sum(record.cache_floor is None for record in records)
+        floors = min(self._floors, 1 - sum(record.cache_floor or 0.0 for record in records))
+        # One part more: public prefixes are pinned, too.
+        others = 1 + sum(record.max_pinned is None for record in records)
+        pinned = 1 - sum(record.max_pinned or 0.0 for record in records)
+        return max(0.0, floors) / max(1, without), max(0.0, pinned) / others
 
     def refresh(self) -> None:
         """Read the file again if it is another one than before."""
@@ -140,6 +171,11 @@ class KeyedAccess(Access):
             log.error("the keys stay as they were: %s", error)
         else:
             log.info("read %d API keys of %d tenants", len(self._callers), len(self._tenants))
+
+    async def tell(self, listener: Callable[[list[Tenant]], Awaitable[None]]) -> None:
+        if not self._told:
+            self._told = True
+            await listener(list(self._tenants.values()))
 
     def tenants(self) -> list[Tenant]:
         self.refresh()
@@ -178,15 +214,23 @@ def _presented_key(headers: Headers) -> str | None:
 
 
 class Authentication:
-    """Lets only callers through, and says who they are. Everything not named in this module is for admins."""
+    """Lets only callers through, and says who they are. Everything not named in this module is for admins.
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    Args:
+        app: what is behind it.
+        access: knows the callers.
+        listener: told of tenants that came or went, before anything of theirs is let through.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access, listener: Callable[[list[Tenant]], Awaitable[None]]) -> None:
         self.app = app
         self.access = access
+        self.listener = listener
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             refusal = self._admit(scope)
+            await self.access.tell(self.listener)
             if refusal is not None:
                 await refusal.response()(scope, receive, send)
                 return

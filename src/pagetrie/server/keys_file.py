@@ -41,6 +41,10 @@ class TenantRecord(_Record):
     Attributes:
         secret: 32 random bytes in hex, which nobody but the server learns.
         weight: its share of the work when tenants compete, against the others' weights.
+        cache_floor: part of the pool, and of each tier below it, that others can't take from it; None for an equal part
+            of what the server guarantees to all of those.
+        cache_cap: part of each that it may leave cached; None for the server's own limit.
+        max_pinned: its part of the pages that may be pinned at all; None for an equal part.
         max_requests: requests in flight; None for an equal share of the server's queue.
         tokens_per_minute: prompt and output tokens; None for no limit.
         max_model_len: longest prompt plus output, in tokens; None for the server's own limit.
@@ -49,10 +53,19 @@ class TenantRecord(_Record):
 
     secret: _Hex
     weight: float = Field(default=1.0, gt=0, le=1000)
+    cache_floor: float | None = Field(default=None, ge=0, le=1)
+    cache_cap: float | None = Field(default=None, ge=0, le=1)
+    max_pinned: float | None = Field(default=None, ge=0, le=1)
     max_requests: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
     max_body_size: Annotated[int, BeforeValidator(parse_size)] | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _floor_below_cap(self) -> TenantRecord:
+        if self.cache_floor is not None and self.cache_cap is not None and self.cache_floor > self.cache_cap:
+            raise ValueError(f"cache_floor ({self.cache_floor:g}) is more than cache_cap ({self.cache_cap:g})")
+        return self
 
 
 class KeyRecord(_Record):
@@ -76,6 +89,12 @@ class KeysFile(_Record):
     def _consistent(self) -> KeysFile:
         for name in self.tenants:
             check_tenant_name(name)
+        for name, limit in (("cache_floor", "guaranteed"), ("max_pinned", "allowed to pin")):
+            total = sum(getattr(tenant, name) or 0 for tenant in self.tenants.values())
+            if total > 1 + 1e-9:
+                raise ValueError(
+                    f"the tenants are {limit} {total:g} of the cache together: {name} adds up to more than 1"
+                )
         ids: set[str] = set()
         for key in self.keys:
             if key.tenant not in self.tenants:

@@ -53,6 +53,10 @@ class EvictionPolicy(ABC):
         self._clock = clock
         self._ticks = count(1)
 
+    def anew(self) -> EvictionPolicy:
+        """Another one like it, which knows nothing yet."""
+        return type(self)(self._num_pages, self._page_tokens, self._clock)
+
     def created(self, node: Node) -> None:
         """A node with new pages hangs in the tree."""
         node.last_used = next(self._ticks)
