@@ -15,6 +15,7 @@ USAGE = """usage: python -m bench [COMMAND] [--help]
   waste        KV memory that holds no token, paged and contiguous
   peers        install and list other servers to measure against
   serving      pagetrie and its peers, served and measured end to end
+  live         what an open dashboard costs at 256 sequences
   floors       what decode and prefill must cost on this machine, and do cost
 """
 
@@ -34,6 +35,12 @@ def main(arguments: list[str]) -> int:
         from bench import floors
 
         return floors.main(rest)
+    if command == "live":
+        from bench import live
+
+        sys.argv[1:] = rest
+        live.main()
+        return 0
     if command not in ("", "bookkeeping", "scheduler", "waste"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help", "help") else sys.stderr, end="")
         return 0 if command in ("-h", "--help", "help") else 2

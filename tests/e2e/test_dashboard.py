@@ -140,7 +140,7 @@ def keep(page: Any, name: str, **options: Any) -> None:
 
 
 def test_eight_agents_on_one_trunk(server: Server, open_page: Callable[..., Any]) -> None:
-    page = open_page(server, viewport={"width": 1040, "height": 900}, color_scheme="light")
+    page = open_page(server, viewport={"width": 980, "height": 900}, color_scheme="light")
     first = Agent(server, TOPICS[0])
     first.begun()
     agents = [first, *(Agent(server, topic) for topic in TOPICS[1:])]
@@ -189,6 +189,7 @@ def test_eight_agents_on_one_trunk(server: Server, open_page: Callable[..., Any]
         page.get_by_text("0 found").wait_for()
         page.fill("#query", "")
         page.press("#query", "Enter")
+        page.evaluate("document.activeElement.blur()")
         keep(page, "dashboard.png", full_page=True)
 
         phone = open_page(

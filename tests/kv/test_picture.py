@@ -52,6 +52,7 @@ def test_every_page_and_every_edge_is_in_the_picture(index: str, seed: int) -> N
             assert owner == NOBODY or picture.owners[owner].tenant in NAMESPACES
             assert (owner == NOBODY) <= (picture.states[page] in (FREE, ACTIVE))
         edges, nodes = picture.edges, list(manager.index.nodes())
+        assert picture.size == manager.tree_size()
         assert picture.edges_in_all == len(edges) <= len(nodes)
         assert sum(edge.tokens for edge in edges) == sum(len(node.tokens) for node in nodes) // 4
         assert sum(edge.pages for edge in edges) == sum(len(node.pages) for node in nodes)

@@ -10,7 +10,7 @@ from pagetrie.engine.engine import Engine
 from pagetrie.engine.sequence import RequestState
 from pagetrie.engine.tenant import Tenant
 from pagetrie.engine.timeline import Phase, Timeline, Track
-from pagetrie.engine.usage import CacheUsage
+from pagetrie.engine.usage import CacheUsage, TreeSize, measure_usage
 from pagetrie.kv import CacheStats
 from pagetrie.kv.namespace import decode_namespace
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
@@ -101,6 +101,8 @@ class LiveView:
         """Take a snapshot. To be called on the engine's thread, between two steps."""
         now, timeline = engine.now(), self.timeline
         leases = [(lease, sequence.state.namespace) for sequence in engine.running for lease in sequence.leases]
+        picture = engine.cache.picture(leases, owner_of, self._numbers, MAX_EDGES)
+        held, tree = [lease for lease, _ in leases], TreeSize(*picture.size)
         requests, more = self._requests(engine, now)
         report = engine.transfer_report()
         admissions = [entry for entry in timeline.admissions if now - entry[0] <= WINDOW]
@@ -110,8 +112,8 @@ class LiveView:
             waiting=engine.num_waiting,
             contexts=len(engine.contexts),
             stats=engine.cache_stats(),
-            usage=engine.usage(),
-            picture=engine.cache.picture(leases, owner_of, self._numbers, MAX_EDGES),
+            usage=measure_usage(engine.cache, held, engine.config.max_model_len, tree),
+            picture=picture,
             requests=requests,
             more_waiting=more,
             first_tokens=[seconds for time, seconds in timeline.first_tokens if now - time <= WINDOW],

@@ -44,14 +44,17 @@ class CacheUsage:
         return max(0, self.reserved - self.holding.tokens)
 
 
-def measure_usage(cache: KVCache, leases: Sequence[CacheLease], max_model_len: int) -> CacheUsage:
+def measure_usage(
+    cache: KVCache, leases: Sequence[CacheLease], max_model_len: int, tree: TreeSize | None = None
+) -> CacheUsage:
     """Measure now.
 
     Args:
         cache: the cache.
         leases: those of the running sequences.
         max_model_len: what a reservation would have to hold, in tokens.
+        tree: what is stored, if that is known; else a walk over the tree tells.
     """
     holding = measure(leases, cache.page_size)
     pages = -(-max_model_len // cache.page_size)
-    return CacheUsage(holding, holding.leases * pages * cache.page_size, TreeSize(*cache.tree_size()))
+    return CacheUsage(holding, holding.leases * pages * cache.page_size, tree or TreeSize(*cache.tree_size()))

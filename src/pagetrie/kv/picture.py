@@ -22,7 +22,7 @@ FREE, ACTIVE, CACHED, LOADING = range(4)
 
 NOBODY = 255
 """Owner of a page that nothing is known of, or one too many to be told apart."""
-HEAD_TOKENS = 32
+HEAD_TOKENS = 24
 """Tokens of an edge that are kept to show what it says."""
 
 
@@ -86,6 +86,7 @@ class Picture:
         owners: those that appear, at most 255.
         edges: parents before children.
         edges_in_all: how many there are, shown or not.
+        size: what ``KVCache.tree_size`` says.
     """
 
     states: bytes
@@ -94,6 +95,7 @@ class Picture:
     owners: list[PageOwner] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     edges_in_all: int = 0
+    size: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +116,18 @@ class EdgeText:
 
 
 class Numbers:
-    """Gives each node a number for as long as it is seen in every picture."""
+    """Gives each node a number for as long as it is shown in every picture."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
         self._next = count(1)
 
     def of(self, node: Node) -> int:
-        """The number of a node in the latest picture; 0 if it wasn't in it."""
+        """The number of a node in the latest picture; 0 if it wasn't shown."""
         return self._known.get(id(node), 0)
 
     def renew(self, nodes: Sequence[Node]) -> list[int]:
-        """The numbers of all nodes of a picture."""
+        """The numbers of the nodes of a picture."""
         known, self._known = self._known, {}
         for node in nodes:
             key = id(node)
@@ -177,9 +179,11 @@ def draw(
     states[np.asarray(loading, np.intp)] = LOADING
     walked = _Walk(tree)
     for root, first, end in walked.roots:
-        nodes = walked.nodes[first:end]
-        owner[_flat([node.pages for run in nodes for node in run])] = place(bytes(root.tokens))
-        states[_flat([node.pages for run in nodes for node in run if is_active(node)])] = ACTIVE
+        nodes = [node for run in walked.runs[first:end] for node in run]
+        tables = [node.pages for node in nodes]
+        indexed, lengths = _flat(tables), np.array([len(table) for table in tables], np.intp)
+        owner[indexed] = place(bytes(root.tokens))
+        states[indexed[np.repeat(np.array([is_active(node) for node in nodes], np.bool_), lengths)]] = ACTIVE
     shares = np.bincount(held, minlength=pool.num_pages).clip(max=NOBODY).astype(np.uint8)
     return Picture(
         states=states.tobytes(),
@@ -187,7 +191,8 @@ def draw(
         owner=owner.tobytes(),
         owners=list(places),
         edges=walked.edges(numbers, limit, place),
-        edges_in_all=len(walked.nodes),
+        edges_in_all=len(walked.runs),
+        size=walked.size(),
     )
 
 
@@ -203,17 +208,19 @@ class _Walk:
     """All edges of a tree, parents before children, with what is below them.
 
     Attributes:
-        nodes: the nodes that make up each edge.
+        runs: the nodes that make up each edge.
+        tokens: of each edge.
         parents: place of each edge's parent, or -1.
         roots: root, and where its edges begin and end.
     """
 
     def __init__(self, tree: PageTree) -> None:
-        self.nodes: list[list[Node]] = []
+        self.runs: list[list[Node]] = []
         self.parents: list[int] = []
         self.roots: list[tuple[Node, int, int]] = []
+        self._page_size = tree.page_bytes // TOKEN_BYTES
         for root in tree.roots():
-            first = len(self.nodes)
+            first = len(self.runs)
             stack = [(child, -1) for child in reversed(root.children)]
             while stack:
                 node, parent = stack.pop()
@@ -221,39 +228,45 @@ class _Walk:
                 while len(node.children) == 1 and not node.pins:
                     node = node.children[0]
                     run.append(node)
-                place = len(self.nodes)
-                self.nodes.append(run)
+                place = len(self.runs)
+                self.runs.append(run)
                 self.parents.append(parent)
                 stack += [(child, place) for child in reversed(node.children)]
-            self.roots.append((root, first, len(self.nodes)))
+            self.roots.append((root, first, len(self.runs)))
+        self.tokens = [sum([len(node.tokens) for node in run]) // TOKEN_BYTES for run in self.runs]
+
+    def size(self) -> tuple[int, int, int, int]:
+        """Namespaces, nodes, leaves and tokens that can be matched."""
+        places = [place for root, first, end in self.roots if not root.dead for place in range(first, end)]
+        return (
+            sum(1 for root, first, end in self.roots if not root.dead and first < end),
+            sum([len(self.runs[place]) for place in places]),
+            sum([not self.runs[place][-1].children for place in places]),
+            sum([self.tokens[place] for place in places]),
+        )
 
     def edges(self, numbers: Numbers, limit: int, place: Callable[[bytes], int]) -> list[Edge]:
         """The ``limit`` edges with most tokens below them. With an edge its parent is chosen: that has no fewer."""
-        runs, parents = self.nodes, self.parents
-        own = [sum(len(node.tokens) for node in run) // TOKEN_BYTES for run in runs]
-        below, leaves = own.copy(), [0] * len(runs)
-        starts = [0] * len(runs)
-        for index, parent in enumerate(parents):
-            if parent >= 0:
-                starts[index] = starts[parent] + own[parent]
+        runs, parents = self.runs, self.parents
+        below, leaves = self.tokens.copy(), [0] * len(runs)
         for index in range(len(runs) - 1, -1, -1):
             leaves[index] = leaves[index] or 1
             if parents[index] >= 0:
                 below[parents[index]] += below[index]
                 leaves[parents[index]] += leaves[index]
-        names = numbers.renew([run[-1] for run in runs])
         chosen = sorted(nlargest(limit, range(len(runs)), key=lambda index: (below[index], -index)))
+        names = numbers.renew([runs[index][-1] for index in chosen])
         shown = {index: position for position, index in enumerate(chosen)}
         owners = [NOBODY] * len(runs)
         for root, first, end in self.roots:
             owners[first:end] = [place(bytes(root.tokens))] * (end - first)
         edges = [
             Edge(
-                number=names[index],
+                number=number,
                 parent=shown[parents[index]] if parents[index] >= 0 else -1,
                 owner=owners[index],
-                start=starts[index],
-                tokens=own[index],
+                start=runs[index][0].start * self._page_size,
+                tokens=self.tokens[index],
                 pages=sum(len(node.pages) for node in runs[index]),
                 below=below[index],
                 leaves=leaves[index],
@@ -262,7 +275,7 @@ class _Walk:
                 last_used=runs[index][0].last_used,
                 head=_head(runs[index]),
             )
-            for index in chosen
+            for number, index in zip(names, chosen, strict=True)
         ]
         for index, parent in enumerate(parents):
             if parent >= 0 and index not in shown and parent in shown:
@@ -280,11 +293,11 @@ def read_texts(
             continue
         before = len(found) - first
         for place in range(first, end):
-            run, parent = walked.nodes[place], walked.parents[place]
+            run, parent = walked.runs[place], walked.parents[place]
             above = found[parent + before] if parent >= 0 else EdgeText([], 0, b"", b"")
             text = EdgeText(
                 path=[*above.path, numbers.of(run[-1])],
-                start=above.start + len(above.tokens) // TOKEN_BYTES,
+                start=run[0].start * tree.page_bytes // TOKEN_BYTES,
                 before=(above.before + above.tokens)[-HEAD_TOKENS * TOKEN_BYTES :],
                 tokens=b"".join(bytes(node.tokens) for node in run),
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -24,7 +25,7 @@ from pagetrie.server.text_api import TokenizerLike
 INTERVAL = 1.0
 """Seconds between snapshots, at least."""
 SHARE = 200
-"""And at least this many times what taking one costs the engine."""
+"""And at least this many times what taking one and writing it as JSON has cost."""
 MAX_VIEWERS = 32
 SEARCHED_TOKENS = 400_000
 FOUND = 50
@@ -40,23 +41,33 @@ class LiveFeed:
         view: takes them.
         access: knows the tenants.
         interval: seconds between them.
+        cpu_clock: seconds that the calling thread has computed.
 
     Attributes:
         snapshots: how many were taken.
     """
 
-    def __init__(self, context: ServerContext, view: LiveView, access: Access, interval: float = INTERVAL) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        view: LiveView,
+        access: Access,
+        interval: float = INTERVAL,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._context = context
         self._view = view
         self._access = access
         self._interval = interval
+        self._cpu_clock = cpu_clock
         self._writer = FrameWriter(context.tokenizer)
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._error: Exception | None = None
         self._news = asyncio.Condition()
         self._snapshot: LiveSnapshot | None = None
-        self._due = 0.0
+        # When it was taken, by the event loop's clock, and the seconds that it has cost so far.
+        self._taken, self._cost = 0.0, 0.0
         self._taking = asyncio.Lock()
         # The latest snapshot as JSON, for each tenant that has asked for it: texts are its own.
         self._frames: dict[Tenant, bytes] = {}
@@ -113,6 +124,11 @@ class LiveFeed:
                 return
             await asyncio.sleep(self._due - asyncio.get_running_loop().time())
 
+    @property
+    def _due(self) -> float:
+        """When the next snapshot may be taken."""
+        return self._taken + max(self._interval, SHARE * self._cost)
+
     async def _take(self) -> None:
         """Take a snapshot, unless the latest is young enough."""
         loop = asyncio.get_running_loop()
@@ -121,7 +137,7 @@ class LiveFeed:
                 return
             self._snapshot = snapshot = await self._context.loop.ask(self._view.take)
             self._frames = {}
-            self._due = loop.time() + max(self._interval, SHARE * snapshot.build_seconds)
+            self._taken, self._cost = loop.time(), snapshot.build_seconds
             self.snapshots += 1
 
     async def _frame(self, tenant: Tenant) -> bytes:
@@ -138,9 +154,13 @@ class LiveFeed:
                     "time": context.clock(),
                     "interval": self._interval,
                 }
-                frames[tenant] = await context.workers.run(
-                    0, lambda: encode(self._writer.write(snapshot, tenant, tenants, server))
-                )
+
+                def write() -> tuple[bytes, float]:
+                    begun = self._cpu_clock()
+                    return encode(self._writer.write(snapshot, tenant, tenants, server)), self._cpu_clock() - begun
+
+                frames[tenant], spent = await context.workers.run(0, write)
+                self._cost += spent
             return frames[tenant]
 
     async def _tell(self, error: Exception | None) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagetrie.engine.live import MAX_EDGES, WINDOW, LiveSnapshot, RequestView, may_read
 from pagetrie.engine.tenant import LOCAL, Tenant
 from pagetrie.engine.timeline import percentiles
-from pagetrie.kv.picture import NOBODY, PageOwner, Picture
+from pagetrie.kv.picture import LOADING, NOBODY, PageOwner, Picture
 from pagetrie.kv.tokens import unpack_tokens
 from pagetrie.server.text_api import TokenizerLike
 
 MAX_CELLS = 4096
 """Cells of the map; in a larger pool each stands for several pages."""
-LABEL_CHARACTERS = 160
+LABEL_CHARACTERS = 100
+_NO_STATE = LOADING + 1
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MOST = len(_DIGITS) - 1
 
@@ -113,20 +116,21 @@ class FrameWriter:
 
 def _cells(picture: Picture) -> dict[str, Any]:
     """One character per cell: state, page tables that share it, and owner (z for more, - for nobody)."""
-    total = len(picture.states)
-    per_cell = -(-total // MAX_CELLS)
-    if per_cell == 1:
-        states, shares, owner = picture.states, picture.shares, picture.owner
-    else:
-        groups = range(0, total, per_cell)
-        states = bytes(_usual(picture.states[i : i + per_cell]) for i in groups)
-        shares = bytes(max(picture.shares[i : i + per_cell]) for i in groups)
-        owner = bytes(_usual(picture.owner[i : i + per_cell]) for i in groups)
+    per_cell = -(-len(picture.states) // MAX_CELLS)
+    states, shares, owner = (
+        _grouped(plane, per_cell, filler)
+        for plane, filler in ((picture.states, _NO_STATE), (picture.shares, 0), (picture.owner, NOBODY))
+    )
+    if per_cell > 1:
+        # A cell shows what most of its pages are, the most sharers, and whose the first such page is.
+        usual = np.stack([(states == state).sum(axis=1) for state in range(_NO_STATE)]).argmax(axis=0)
+        first = (states == usual[:, None]).argmax(axis=1)
+        states, shares, owner = usual.astype(np.uint8), shares.max(axis=1), owner[np.arange(len(owner)), first]
     return {
         "per_cell": per_cell,
-        "states": states.translate(_AS_DIGIT).decode(),
-        "shares": shares.translate(_AS_DIGIT).decode(),
-        "owner": owner.translate(_AS_OWNER).decode(),
+        "states": states.tobytes().translate(_AS_DIGIT).decode(),
+        "shares": shares.tobytes().translate(_AS_DIGIT).decode(),
+        "owner": owner.tobytes().translate(_AS_OWNER).decode(),
     }
 
 
@@ -134,8 +138,10 @@ _AS_DIGIT = bytes(ord(_DIGITS[min(value, _MOST)]) for value in range(256))
 _AS_OWNER = _AS_DIGIT[:NOBODY] + b"-"
 
 
-def _usual(values: bytes) -> int:
-    return Counter(values).most_common(1)[0][0]
+def _grouped(plane: bytes, per_cell: int, filler: int) -> NDArray[np.uint8]:
+    """A row per cell; ``filler`` where the last one has no pages left."""
+    pages = np.frombuffer(plane, np.uint8)
+    return np.pad(pages, (0, -len(pages) % per_cell), constant_values=filler).reshape(-1, per_cell)
 
 
 def _owners(owners: Sequence[PageOwner], tenants: Iterable[Tenant]) -> list[dict[str, Any]]:

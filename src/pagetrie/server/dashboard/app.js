@@ -34,8 +34,8 @@ function tiles() {
     ["TTFT p50", milliseconds(latency.ttft.p50)], ["TTFT p90", milliseconds(latency.ttft.p90)],
     ["TTFT p99", milliseconds(latency.ttft.p99)], ["TPOT p50", milliseconds(latency.tpot.p50)],
     ["TPOT p99", milliseconds(latency.tpot.p99)], ["Preemptions", load.preemptions],
-    ["Unused slots", percent(memory.unused, memory.slots)],
-    ["If reserved", percent(memory.unused_if_reserved, memory.reserved)],
+    ["Waste now", percent(memory.unused, memory.slots)],
+    ["Waste if reserved", percent(memory.unused_if_reserved, memory.reserved)],
   ];
   $("tiles").replaceChildren(...entries.map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
@@ -90,8 +90,9 @@ function showEdge() {
   if (!edge) return holder.replaceChildren();
   const rows = [
     ["Text", edge.label ?? "not yours to see"], ["Tokens", `${edge.start} to ${edge.start + edge.tokens}`],
-    ["Pages", edge.pages], ["In use by", `${edge.pins} (here), ${edge.active ? "in use" : "cached"}`],
-    ["Below", `${edge.below} tokens, ${edge.leaves} ends`], ["Owner", ownerName(frame.owners[edge.owner])],
+    ["Pages", edge.pages], ["State", edge.active ? "in use" : "cached"],
+    ["Standing here", `${edge.pins} ${edge.pins === 1 ? "sequence or context" : "sequences or contexts"}`],
+    ["Below", `${edge.below} tokens, ${edge.leaves} ${edge.leaves === 1 ? "end" : "ends"}`], ["Owner", ownerName(frame.owners[edge.owner])],
   ];
   if (edge.hidden) rows.push(["Not shown", `${edge.hidden} small branches`]);
   return holder.replaceChildren(...rows.flatMap(([name, value]) =>
