@@ -129,16 +129,17 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
             viewer = subprocess.Popen([sys.executable, "-c", VIEWER, url]) if watched else None
             seen = feed.snapshots
             while watched and feed.snapshots == seen:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.001)
             begin, before = time.monotonic(), timeline.totals.generated_tokens
             await asyncio.sleep(seconds)
+            seen = feed.snapshots
+            while watched and feed.snapshots == seen:  # whole intervals, so that it holds its share of snapshots
+                await asyncio.sleep(0.001)
             rates[watched].append((timeline.totals.generated_tokens - before) / (time.monotonic() - begin))
             if viewer is not None:
                 builds.append(feed._snapshot.build_seconds)
                 viewer.kill()
                 viewer.wait()
-                while not feed._task.done():
-                    await asyncio.sleep(0.01)
     async with httpx.AsyncClient() as http:
         frame = (await http.get(f"{url}/v1/admin/live", timeout=60)).content
     for task in clients:
@@ -161,8 +162,8 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench live", description=__doc__)
     parser.add_argument("--model-ms", type=float, default=50.0, help="what a step of the model takes (default 50)")
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of windows (default 10)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a window (default 4)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of windows (default 5)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a window, at least (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
     options = parser.parse_args()
     cost = asyncio.run(measure(options.model_ms, pairs=options.pairs, seconds=options.seconds))
