@@ -215,6 +215,13 @@ class Settings(BaseSettings):
     access_log: Literal["plain", "json", "off"] = _option(
         "plain", "A line per request: plain in the log, json on standard output with token counts.", SERVER
     )
+    otlp_traces_endpoint: str | None = _option(
+        None,
+        "Collector to send OpenTelemetry traces to, such as http://localhost:4318; needs pagetrie[trace].",
+        SERVER,
+        shown="OTEL_EXPORTER_OTLP_ENDPOINT; none",
+        min_length=1,
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "Least level to log.", SERVER)
 
     @field_validator("page_size")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from pagetrie.engine.observer import ArrivalReport, FinishReport
+from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.recording import TraceRecorder
 from pagetrie.errors import ConfigError
 from pagetrie.replay.trace import read_trace
 
 
 def arrive(recorder: TraceRecorder, name: str, time: float, ids: list[int], namespace: bytes = b"") -> None:
-    recorder.on_arrival(ArrivalReport(name, time, ids, namespace))
+    recorder.on_arrival(ArrivalReport(name, time, ids, namespace, SamplingParams(), {}))
 
 
 def finish(recorder: TraceRecorder, name: str, tokens: int, *, last: bool = True) -> None:

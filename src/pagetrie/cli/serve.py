@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import sys
 
+from pagetrie import __version__
 from pagetrie.assembly import Parts, build
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import EngineObserver, Observers
@@ -20,8 +21,11 @@ from pagetrie.server.exchange import json_log, plain_log
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.public_prefixes import read_public_prefixes
 from pagetrie.server.serve import serve as run_until_stopped
+from pagetrie.server.tracing import RequestTracer, open_tracer, wanted_by_environment
 from pagetrie.server.warm import read_warm_file
 from pagetrie.settings import Settings, flag, format_size
+
+log = logging.getLogger(__name__)
 
 
 def serve(settings: Settings) -> None:
@@ -36,6 +40,7 @@ def serve(settings: Settings) -> None:
     )
     access = _access(settings)
     made: list[Metrics] = []
+    tracers: list[RequestTracer] = []
     recorder = None if settings.record is None else TraceRecorder(settings.record.expanduser(), settings.page_size)
     timeline = Timeline()
 
@@ -47,7 +52,9 @@ def serve(settings: Settings) -> None:
             "kv_layout": settings.kv_layout,
         }
         made.append(Metrics(name, max_model_len, labels))
-        return Observers([made[0], timeline] if recorder is None else [made[0], timeline, recorder])
+        if (tracer := _tracer(settings, name)) is not None:
+            tracers.append(tracer)
+        return Observers([made[0], timeline, *([] if recorder is None else [recorder]), *tracers])
 
     # A plain chat client finds its prefixes again after a restart, with no call of its own.
     pages = (settings.cache_dir or cache_dir()) / "pages"
@@ -74,6 +81,7 @@ def serve(settings: Settings) -> None:
         public=public,
         access=access,
         access_log={"plain": plain_log, "json": json_log(), "off": None}[settings.access_log],
+        trace_headers=tracers[0].headers if tracers else (),
         system_fingerprint=f"pt_{parts.fingerprint[:12]}",
     )
     # What is loaded by now stays: collections needn't look through it, which takes a tenth of a second in mid-stream.
@@ -91,6 +99,26 @@ def serve(settings: Settings) -> None:
     finally:
         if recorder is not None:
             recorder.close()
+        for tracer in tracers:
+            tracer.close()
+
+
+def _tracer(settings: Settings, model_name: str) -> RequestTracer | None:
+    """What traces requests, if that was asked for.
+
+    Raises:
+        ConfigError: the option asked for it, and it isn't possible.
+    """
+    endpoint = settings.otlp_traces_endpoint
+    if endpoint is None and not wanted_by_environment():
+        return None
+    try:
+        return open_tracer(endpoint, model_name, __version__)
+    except ConfigError as error:
+        if endpoint is not None:
+            raise
+        log.warning("no traces, though OTEL_EXPORTER_OTLP_ENDPOINT is set: %s", error)
+        return None
 
 
 def _access(settings: Settings) -> KeyedAccess | None:

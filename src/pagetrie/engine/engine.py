@@ -173,7 +173,11 @@ class Engine:
             heappush(self._deadlines, (state.arrival + request.timeout, state.order, request.request_id))
         self._scheduler.add(root)
         self._stalled = False
-        self._observer.on_arrival(ArrivalReport(request.request_id, state.arrival, request.prompt_ids, state.namespace))
+        self._observer.on_arrival(
+            ArrivalReport(
+                request.request_id, state.arrival, request.prompt_ids, state.namespace, params, request.trace_headers
+            )
+        )
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Who there is, and how much of the cache each may keep.
@@ -335,6 +339,9 @@ class Engine:
                     outputs[state.request.request_id] = self._end(state, "error", failure)
             else:
                 self._computed_at = self._clock()
+                for report in prefills:
+                    report.end = self._computed_at
+                    self._observer.on_prefill(report)
                 coming = iter(results)
                 for sequence, count in plan.shares.items():
                     lease = sequence.lease
@@ -350,9 +357,6 @@ class Engine:
                         taken = list(islice(coming, sequence.rows))
                         generated += self._commit_beams(sequence, sequence.beams, count, taken, outputs)
         now = self._clock()
-        for report in prefills:
-            report.end = now
-            self._observer.on_prefill(report)
         if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
             self._transfers.note_prefill(prefill_tokens, now - started)
         self._observer.on_step(

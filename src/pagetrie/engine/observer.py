@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagetrie.engine.cache_records import MissReason
 from pagetrie.engine.output import FinishReason
+from pagetrie.engine.params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class ArrivalReport:
     time: float
     prompt_ids: Sequence[int]
     namespace: bytes
+    params: SamplingParams
+    trace_headers: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -81,7 +84,8 @@ class SeatReport:
 class PrefillReport:
     """A step computed ``tokens`` of a prompt (or of what a preempted sequence has to compute again).
 
-    ``position`` is where they begin; ``start`` and ``end`` are the step's, in seconds of the engine's clock.
+    ``position`` is where they begin; ``start`` is the step's, ``end`` when the model was done, in seconds of the
+    engine's clock.
     """
 
     request_id: str

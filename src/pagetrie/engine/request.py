@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagetrie.engine.params import SamplingParams
@@ -46,6 +46,7 @@ class Request:
             and at most ``MAX_TIMEOUT``. None for no limit. Looked at before each step, so it acts up to a step later.
         context: what it starts from, if that is to be kept.
         tenant: whose it is; pages are shared within a tenant only.
+        trace_headers: of the trace that it is part of, for observers.
     """
 
     request_id: str
@@ -56,3 +57,4 @@ class Request:
     timeout: float | None = None
     context: ContextUse | None = None
     tenant: Tenant = LOCAL
+    trace_headers: Mapping[str, str] = field(default_factory=dict)

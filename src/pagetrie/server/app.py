@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI
@@ -64,6 +64,7 @@ def create_app(
     access: Access | None = None,
     quotas: Quotas | None = None,
     access_log: Callable[[Exchange], None] | None = plain_log,
+    trace_headers: Collection[str] = (),
     clock: Callable[[], float] = time.time,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
 ) -> FastAPI:
@@ -87,6 +88,7 @@ def create_app(
         access: who may call; if None, anybody, as the one local tenant.
         quotas: what tenants have used of their limits.
         access_log: told of every request that was answered.
+        trace_headers: names of headers that requests carry on to the engine's observers.
         clock: seconds since the epoch, for ``created``.
         new_id: the random part of request ids.
     """
@@ -108,6 +110,7 @@ def create_app(
         context_ttl=context_ttl,
         quotas=quotas or Quotas(),
         stuck_after=stuck_after,
+        trace_headers=trace_headers,
     )
     if access is not None:
         metrics.registry.register(context.quotas)

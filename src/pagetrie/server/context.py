@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class ServerContext:
     context_ttl: float
     quotas: Quotas
     stuck_after: float
+    trace_headers: Collection[str]
     stopping: bool = False
 
     def check_available(self) -> None:
@@ -126,6 +127,8 @@ class ServerContext:
         self.check_available()
         ticket = self.quotas.admit(caller, len(prompts), sum(len(prompt.ids) for prompt in prompts))
         sources: list[Source] = []
+        exchange = exchanges.current()
+        trace_headers = {} if exchange is None else exchange.some_headers(self.trace_headers)
         try:
             for i, prompt in enumerate(prompts):
                 request = Request(
@@ -137,6 +140,7 @@ class ServerContext:
                     priority=priority,
                     timeout=timeout,
                     context=use,
+                    trace_headers=trace_headers,
                 )
                 sources.append(await self.loop.submit(request))
         except BaseException:
@@ -144,7 +148,6 @@ class ServerContext:
             await asyncio.gather(*(source.aclose() for source in sources))
             raise
         outputs = OutputStream(sources, params.n, ticket)
-        exchange = exchanges.current()
         if exchange is not None:
             exchange.request_id = request_id
             exchange.outputs.append(outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -51,6 +51,13 @@ class Exchange:
     tenant: str = ""
     request_id: str = ""
     outputs: list[OutputStream] = field(default_factory=list)
+
+    def some_headers(self, names: Collection[str]) -> dict[str, str]:
+        """The request's headers of these (lower-case) names."""
+        if not names:
+            return {}
+        decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in self.headers)
+        return {name: value for name, value in decoded if name in names}
 
     def tokens(self) -> dict[str, int]:
         """Prompt, cached and completion tokens; empty if the engine was not asked."""
