@@ -1,4 +1,4 @@
-"""The command line: ``pagetrie serve``, ``demo``, ``explain``, ``cache``, ``replay``, ``plan``, ``tenant``,
+"""The command line: ``pagetrie serve``, ``demo``, ``top``, ``explain``, ``cache``, ``replay``, ``plan``, ``tenant``,
 ``version``.
 
 Everything heavy is imported inside the commands, so that ``--help`` is quick.
@@ -60,6 +60,23 @@ def demo(
     from pagetrie.cli.demo import demo as run_demo
 
     run_demo(settings, users=users, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+
+
+@app.command()
+def top(
+    *,
+    url: Annotated[str, typer.Option("--url", help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", help="An admin's API key.", envvar="PAGETRIE_API_KEY", metavar="KEY")
+    ] = None,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between looks.", min=0.1, max=3600.0)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and print it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object per look.")] = False,
+) -> None:
+    """Watch a running server: requests, pages, hits, prefixes. Without a terminal, a line per look."""
+    from pagetrie.cli.top import top as run_top
+
+    run_top(url, api_key, interval, once=once, as_json=as_json)
 
 
 app.add_typer(tenant_commands, name="tenant")
