@@ -1,6 +1,6 @@
 """What the engine hands back: deltas per step, in the order they were made.
 
-Structs of msgspec, since one of each is made per token.
+Structs of msgspec, since one of each is made per token; what can't be part of a cycle is kept out of collections.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagetrie.errors import PagetrieError
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 
 
-class ChoiceDelta(Struct):
+class ChoiceDelta(Struct, gc=False):
     """What one choice gained in a step.
 
     Attributes:

@@ -12,7 +12,11 @@ def step_plan(plan: Schedule, copies: list[tuple[int, int]]) -> StepPlan:
     """What the runner is to do for a schedule, the pages' ``copies`` first."""
     steps: list[SequenceStep] = []
     for sequence, count in plan.shares.items():
-        if sequence.beams is None:
+        step, lease = sequence.decode_step, sequence.lease
+        if step is not None and lease is not None and lease.computed + 1 == len(sequence.ids):
+            step.token_ids, step.start, step.pages = sequence.ids[-1:], lease.computed, lease.pages
+            steps.append(step)
+        elif sequence.beams is None:
             steps.append(_sequence_step(sequence, count))
         else:
             steps += _beam_steps(sequence, sequence.beams, count)
@@ -36,11 +40,8 @@ def _beam_steps(sequence: Sequence, group: BeamGroup, count: int) -> list[Sequen
 def _sequence_step(sequence: Sequence, count: int) -> SequenceStep:
     lease, state = sequence.lease, sequence.state
     assert lease is not None
-    start, step = lease.computed, sequence.decode_step
+    start = lease.computed
     end = start + count
-    if step is not None and len(sequence.ids) == start + 1:
-        step.token_ids, step.start, step.pages = sequence.ids[start:], start, lease.pages
-        return step
     step = SequenceStep(token_ids=sequence.ids[start:end], start=start, pages=lease.pages)
     if end == len(sequence.ids) and state.max_tokens:
         if sequence.beams is None:

@@ -35,7 +35,9 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pagetrie.engine.fair_queue import FairQueue, Line
 from pagetrie.engine.sequence import Sequence
@@ -44,6 +46,8 @@ from pagetrie.engine.waiting import more_urgent
 from pagetrie.kv import CacheLease, KVCache
 
 log = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key", int, str)
 
 _LOOKS_PER_STEP = 8
 """Sequences per step whose prompt is matched against the tree only to find that they don't fit."""
@@ -118,6 +122,9 @@ class Scheduler:
         self._step_limit = max_step_tokens
         self.waiting = FairQueue(cache)
         self.running: list[Sequence] = []
+        # How many of those that run are of each tenant, and of each priority.
+        self._tenants: Counter[str] = Counter()
+        self._priorities: Counter[int] = Counter()
 
     def level(self, priority: int) -> int:
         """Level of a request that arrives now."""
@@ -129,7 +136,7 @@ class Scheduler:
 
     def start_fork(self, sequence: Sequence) -> None:
         """Give a sequence that was forked from a running one the seat reserved for it."""
-        insort(self.running, sequence, key=_rank)
+        self._seat(sequence)
 
     def remove(self, sequence: Sequence, *, publish_tail: bool = True) -> None:
         """Take a sequence out, in whatever phase it is, and give its pages back at once."""
@@ -137,6 +144,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        _take_off(self._tenants, _tenant(sequence))
+        _take_off(self._priorities, sequence.state.request.priority)
         sequence.lease.close(publish_tail=publish_tail)
         sequence.lease = None
 
@@ -275,11 +284,11 @@ class Scheduler:
             more: the sequence isn't running and would add to its tenant's share.
         """
         name, size = _tenant(sequence), self._cache.page_size
+        if not self._tenants.keys() - {name}:
+            return []
         held: dict[str, list[Sequence]] = {}
         for other in self.running:
             held.setdefault(_tenant(other), []).append(other)
-        if not held.keys() - {name}:
-            return []
 
         def share(sequences: list[Sequence], tokens: int = 0) -> float:
             pages = {page for other in sequences if other.lease for page in other.lease.pages}
@@ -385,8 +394,13 @@ class Scheduler:
             else:
                 return
 
+    def _seat(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=_rank)
+        self._tenants[_tenant(sequence)] += 1
+        self._priorities[sequence.state.request.priority] += 1
+
     def _free_seats(self) -> int:
-        return self._max_seats - sum(sequence.seats for sequence in self.running)
+        return self._max_seats - len(self.running) - sum([sequence.forks for sequence in self.running])
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
         """Note that a sequence didn't fit, and say whether others may go first."""
@@ -408,7 +422,7 @@ class Scheduler:
             return False
         line.waiting.start(sequence)
         sequence.lease = lease
-        insort(self.running, sequence, key=_rank)
+        self._seat(sequence)
         plan.admitted.append(sequence)
         plan.add(sequence, count)
         return True
@@ -440,14 +454,15 @@ class Scheduler:
     def _outranked(self, sequence: Sequence) -> list[Sequence]:
         """Running sequences whose seats and pages this one may take."""
         priority, name = sequence.state.request.priority, _tenant(sequence)
-        return [
+        own = [
             other
-            for other in self.running
+            for other in (self.running if max(self._priorities, default=priority) > priority else ())
             if _tenant(other) == name
             and other.state.request.priority > priority
             and more_urgent(sequence, other)
             and not is_guaranteed(other)
-        ] + self._rivals(sequence, more=True)
+        ]
+        return own + self._rivals(sequence, more=True)
 
     def _open(self, sequence: Sequence) -> CacheLease:
         state = sequence.state
@@ -479,3 +494,9 @@ def _tenant(sequence: Sequence) -> str:
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.rank
+
+
+def _take_off(counts: Counter[_Key], key: _Key) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
