@@ -13,7 +13,7 @@ LOCK := $(shell command -v flock >/dev/null 2>&1 && echo flock .cache/setup.lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup _setup serve demo test test-all test-sanitized soak lint format bench pins clean
+.PHONY: help setup _setup serve demo test test-all test-avx512 test-sanitized soak lint format bench pins clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,12 +56,15 @@ demo: setup ## 50 users on one system prompt, as a table: make demo ARGS="--user
 test: setup ## the fast tests
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: setup ## all tests, the long ones too; the kernels' also under sanitizers
+test-all: setup ## all tests, the long ones too; the kernels' also on emulated AVX-512 and under sanitizers
 	@$(BIN)/python -m pytest $(ARGS)
-	@$(MAKE) --no-print-directory test-sanitized
+	@$(MAKE) --no-print-directory test-avx512 test-sanitized
 
-test-sanitized: setup ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(BIN)/python native/run_sanitized.py -q tests/native
+test-avx512: setup ## the kernels' tests with AVX-512, emulated on AVX2
+	@$(BIN)/python native/run_tests.py avx512 -q tests/native
+
+test-sanitized: setup ## the same under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(BIN)/python native/run_tests.py sanitized -q tests/native
 
 soak: setup ## random worlds against scheduler and cache: make soak SEEDS=10000, or STEPS=1000000, FIRST=5000
 	@$(BIN)/python -m tests.simulation --first $(or $(FIRST),0) --seeds $(or $(SEEDS),$(if $(STEPS),1000000,2000)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)

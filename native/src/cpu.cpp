@@ -10,6 +10,9 @@ Isa best_isa() {
     __builtin_cpu_init();
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")))
       return Isa::portable;
+#if defined(PAGETRIE_EMULATE_AVX512)
+    return Isa::avx512;
+#endif
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
       return Isa::avx512;

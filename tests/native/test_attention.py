@@ -100,6 +100,18 @@ def test_instruction_sets_agree(seed: int, name: str) -> None:
         assert worst(step.native(), portable.double()) < 1e-5
 
 
+@pytest.mark.skipif("avx512" not in ISAS, reason="neither AVX-512 nor its emulation (make test-avx512)")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("seed", range(15))
+def test_avx512_gives_the_bits_of_avx2(seed: int, dtype: str) -> None:
+    step = random_step(4000 + seed, dtype)  # type: ignore[arg-type]
+    results = []
+    for name in ("avx2", "avx512"):
+        with isa(name):
+            results.append(step.native())
+    assert torch.equal(*results)
+
+
 def test_a_window_hides_what_lies_before_it() -> None:
     config = make_config(4, 2, 64, window=10)
     step = Step(config, 16, "fp32")

@@ -1,9 +1,14 @@
-"""Runs the tests of the native extension over a build with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Runs the tests of the native extension over a build of it that is only for tests.
 
-    python native/run_sanitized.py [pytest arguments]
+    python native/run_tests.py avx512 [pytest arguments]
+    python native/run_tests.py sanitized [pytest arguments]
 
-Builds into build/sanitized (kept, so only changes are compiled again). Exits with pytest's status, or with the
-sanitizer's on its first finding.
+``avx512`` is the usual build but for the AVX-512 kernels, whose instructions are done with AVX2 (``native/emulated``):
+any machine with AVX2 tests them. The emulation itself is checked first. ``sanitized`` adds AddressSanitizer and
+UndefinedBehaviorSanitizer.
+
+Builds into build/NAME (kept, so only changes are compiled again). Exits with pytest's status, or with that of a
+sanitizer or a check on its first finding.
 """
 
 from __future__ import annotations
@@ -15,17 +20,25 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "sanitized"
+OPTIONS = {
+    "avx512": ["-DPAGETRIE_EMULATE_AVX512=ON"],
+    "sanitized": ["-DPAGETRIE_EMULATE_AVX512=ON", "-DPAGETRIE_SANITIZE=ON"],
+}
 MARK = "PAGETRIE_SANITIZED_RUN"
 
 
-def build() -> None:
-    """Configure and compile."""
+def build(name: str) -> Path:
+    """Configure, compile and check; the folder of the build."""
+    folder = ROOT / "build" / name
     tools = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
-    configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja", "-DPAGETRIE_SANITIZE=ON"]
+    configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja", *OPTIONS[name]]
     subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, env=environment)
-    subprocess.run(["cmake", "--build", str(BUILD)], check=True, env=environment)
+    subprocess.run(["cmake", "--build", str(folder)], check=True, env=environment)
+    for check in ("check_emulated", "check_instructions"):  # not there where the processor is of another family
+        if (folder / check).exists():
+            subprocess.run([folder / check], check=True)
+    return folder
 
 
 def restart_with_runtime(arguments: list[str]) -> None:
@@ -46,14 +59,14 @@ def library(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(arguments: list[str]) -> int:
+def run(folder: Path, arguments: list[str]) -> int:
     """Put the build in the place of the installed extension, then run the tests."""
     import pytest
     import torch  # noqa: F401  (before the extension, so that both use one OpenMP runtime)
 
     import pagetrie
 
-    (extension,) = BUILD.glob("_native*.so")
+    (extension,) = folder.glob("_native*.so")
     spec = importlib.util.spec_from_file_location("pagetrie._native", extension)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,7 +79,11 @@ def run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in OPTIONS:
+        sys.exit(f"usage: python {sys.argv[0]} {{{','.join(OPTIONS)}}} [pytest arguments]")
+    name, *arguments = sys.argv[1:]
     if MARK not in os.environ:
-        build()
-        restart_with_runtime(sys.argv[1:])
-    sys.exit(run(sys.argv[1:]))
+        folder = build(name)
+        if name == "sanitized":
+            restart_with_runtime(sys.argv[1:])
+    sys.exit(run(ROOT / "build" / name, arguments))
