@@ -66,7 +66,8 @@ def test_it_says_where_it_serves_answers_and_stops_cleanly(
     bundled_model: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
     (tmp_path / "pagetrie.toml").write_text("num_pages = 40\n")
-    with _serving(tmp_path, str(bundled_model), "--served-model-name", "small") as (process, start):
+    logging = ("--access-log", "json", "--log-level", "error")
+    with _serving(tmp_path, str(bundled_model), "--served-model-name", "small", *logging) as (process, start):
         assert (start["name"], start["pages"], start["tokens"]) == ("small", "40", "640")
         body = json.dumps({"model": "small", "prompt": "1, 2, 3,", "max_tokens": 3, "temperature": 0}).encode()
         request = Request(f"{start['url']}/v1/completions", body, {"Content-Type": "application/json"})
@@ -74,7 +75,10 @@ def test_it_says_where_it_serves_answers_and_stops_cleanly(
             assert json.load(answer)["choices"][0]["text"] == " 4,"
         process.send_signal(stop)
         assert process.wait(60) == 0
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+        assert process.stdout is not None
+        [logged] = map(json.loads, process.stdout)
+    assert (logged["status"], logged["completion_tokens"]) == (200, 3)
+    assert (tmp_path / "stderr").read_text() == ""
 
 
 def test_a_taken_port_is_one_line_and_exit_1(bundled_model: Path, tmp_path: Path) -> None:

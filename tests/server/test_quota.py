@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.tenant import Tenant
-from pagetrie.server.auth import Access, Caller, Limits
+from pagetrie.server.auth import Access, Caller, KeyedAccess, Limits
 from pagetrie.server.errors import RateLimitError
 from pagetrie.server.quota import Quotas
-from tests.server.double import EngineDouble
+from tests.engine.toy import World
+from tests.server.double import ByteTokenizer, EngineDouble
+from tests.server.test_auth import Keys, bearer
 from tests.server.test_chat import HI
 
 pytestmark = pytest.mark.anyio
@@ -139,3 +142,31 @@ async def test_several_prompts_count_as_many(make_site):
     assert (await site.post("/v1/completions", {"prompt": ["a", "b"]})).status_code == 200
     refused = await site.post("/v1/completions", {"prompt": ["a", "b", "c"]})
     assert refused.status_code == 429 and "this one brings 3" in refused.json()["error"]["message"]
+
+
+async def test_pages_are_counted_by_tenant(tmp_path, make_site):
+    keys = Keys(tmp_path / "keys.json")
+    acme, gone, ops = keys.add("acme"), keys.add("gone"), keys.add("ops", admin=True)
+    world = World(num_pages=100, max_model_len=300)
+    options = {"loop": EngineLoop(world.engine), "access": KeyedAccess(keys.path, 100)}
+    site = make_site(tokenizer=ByteTokenizer(add_bos=False), options=options)
+
+    async def pages(client) -> dict[str, float]:
+        text = (await client.get("/metrics", headers=bearer(ops))).text
+        found = re.findall(r'^pagetrie:tenant_pages{state="(.*)",tenant="(.*)"} (.+)$', text, re.MULTILINE)
+        counts = {f"{name} {state}": float(count) for state, name, count in found if float(count)}
+        assert sum(counts.values()) == 100 - world.cache.stats().free_pages
+        return counts
+
+    async with site.app.router.lifespan_context(site.app), site.client() as client:
+        shared = {"prompt": "what all tenants begin with."}  # seven pages of four, which stay in use
+        assert (await client.post("/v1/admin/public_prefixes", json=shared, headers=bearer(ops))).status_code == 200
+        for key, prompt in ((acme, "12345678"), (acme, "12345678abcd"), (gone, "1234")):
+            body = {"prompt": prompt, "max_tokens": 0, "cache_salt": "s" if key == gone else None}
+            assert (await client.post("/v1/completions", json=body, headers=bearer(key))).status_code == 200
+        before = await pages(client)
+        assert (before["acme cached"], before["gone cached"], before["(others) active"]) == (3, 1, 7)
+        keys.remove("gone")
+        after = await pages(client)
+        assert after["acme cached"] == 3 and "gone cached" not in after
+        assert after["(others) cached"] == before.get("(others) cached", 0) + 1

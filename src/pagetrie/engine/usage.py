@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagetrie.kv import CacheLease, KVCache
 from pagetrie.kv.holding import Holding, measure
+from pagetrie.kv.shares import OwnedPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class CacheUsage:
         holding: what the running sequences hold.
         reserved: token slots that contiguous reservations of the longest sequence would take for them.
         tree: what is stored.
+        owners: what each owner of namespaces has of the pool.
     """
 
     holding: Holding
     reserved: int
     tree: TreeSize
+    owners: Mapping[bytes, OwnedPages]
 
     @property
     def unused(self) -> int:
@@ -57,4 +60,5 @@ def measure_usage(
     """
     holding = measure(leases, cache.page_size)
     pages = -(-max_model_len // cache.page_size)
-    return CacheUsage(holding, holding.leases * pages * cache.page_size, tree or TreeSize(*cache.tree_size()))
+    reserved = holding.leases * pages * cache.page_size
+    return CacheUsage(holding, reserved, tree or TreeSize(*cache.tree_size()), cache.owned_pages())

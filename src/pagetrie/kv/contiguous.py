@@ -12,7 +12,7 @@ from pagetrie.errors import HoldLimitError
 from pagetrie.kv.diagnosis import Diagnosis
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw_reserved
-from pagetrie.kv.shares import Allowance
+from pagetrie.kv.shares import Allowance, OwnedPages
 
 
 class ContiguousCacheManager:
@@ -77,6 +77,9 @@ class ContiguousCacheManager:
 
     def tree_size(self) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
+
+    def owned_pages(self) -> dict[bytes, OwnedPages]:
+        return {}
 
     def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
         return 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pagetrie.kv.diagnosis import Diagnosis
-from pagetrie.kv.shares import Allowance
+from pagetrie.kv.shares import Allowance, OwnedPages
 from pagetrie.kv.tiers.interface import TierStats
 
 if TYPE_CHECKING:
@@ -291,6 +291,10 @@ class KVCache(Protocol):
 
     def tree_size(self) -> tuple[int, int, int, int]:
         """Namespaces, edges, edges without further ones and tokens that are stored. Walks the whole tree."""
+        ...
+
+    def owned_pages(self) -> dict[bytes, OwnedPages]:
+        """How many pages each owner of namespaces has."""
         ...
 
     def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:

@@ -23,7 +23,7 @@ from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw, rea
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.public import PublicPrefixes
 from pagetrie.kv.radix import RadixIndex
-from pagetrie.kv.shares import Allowance, Share
+from pagetrie.kv.shares import Allowance, OwnedPages, Share
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens, token_array
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ class CacheManager:
 
     def tree_size(self) -> tuple[int, int, int, int]:
         return self.index.size()
+
+    def owned_pages(self) -> dict[bytes, OwnedPages]:
+        return {share.owner: OwnedPages(share.active, share.cached, share.floor) for share in self.index.shares}
 
     def picture(
         self,

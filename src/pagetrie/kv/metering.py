@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pagetrie.kv import CacheHold, CacheLease, CacheStats, Diagnosis, KVCache, ResetReport
 from pagetrie.kv.holding import Holding, measure
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture
-from pagetrie.kv.shares import Allowance
+from pagetrie.kv.shares import Allowance, OwnedPages
 
 
 class MeteredCache:
@@ -60,6 +60,9 @@ class MeteredCache:
 
     def tree_size(self) -> tuple[int, int, int, int]:
         return self._cache.tree_size()
+
+    def owned_pages(self) -> dict[bytes, OwnedPages]:
+        return self._cache.owned_pages()
 
     def declare_public(self, tokens: Sequence[int], namespace: bytes) -> int:
         return self._cache.declare_public(tokens, namespace)

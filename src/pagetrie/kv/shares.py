@@ -55,6 +55,15 @@ def check_floors(allowances: Mapping[bytes, Allowance]) -> None:
         raise ValueError(f"the floors add up to {floors:g} of the cache, more than all of it")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnedPages:
+    """What an owner has at one moment: pages in use (of leases, holds and loads), cached ones, and its floor."""
+
+    active: int
+    cached: int
+    floor: int
+
+
 class Share:
     """One owner's part of the pool.
 

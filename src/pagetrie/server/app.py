@@ -156,7 +156,7 @@ def create_app(
     _add_admin_routes(app, context)
     app.state.live = LiveFeed(context, LiveView(timeline or Timeline()), callers)
     _add_live_routes(app, app.state.live, keys=access is not None)
-    _add_service_routes(app, context)
+    _add_service_routes(app, context, callers)
     _add_description(app, context, keys=access is not None)
     return app
 
@@ -244,7 +244,7 @@ def _add_live_routes(app: FastAPI, feed: LiveFeed, *, keys: bool) -> None:
         return await feed.find(request)
 
 
-def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
+def _add_service_routes(app: FastAPI, context: ServerContext, callers: Access) -> None:
     def model_card(name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -279,7 +279,10 @@ def _add_service_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(context.metrics.expose(await context.usage()), media_type=CONTENT_TYPE_LATEST)
+        usage = await context.usage()
+        if usage is not None:
+            context.quotas.note_pages(usage.owners, callers.tenants())
+        return Response(context.metrics.expose(usage), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def show_version() -> Response:

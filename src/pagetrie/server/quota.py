@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pagetrie.engine.tenant import Tenant
+from pagetrie.kv.shares import OwnedPages
 from pagetrie.server.auth import Caller
 from pagetrie.server.errors import RateLimitError
 
 MINUTE = 60.0
+OTHERS = "(others)"
+"""Stands for public pages, the server's own and those of tenants that are no more; no tenant is called so."""
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class Quotas(Collector):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._pages: dict[str, OwnedPages] = {}
 
     def check(self, caller: Caller) -> None:
         """Refuse a caller that is at a limit already, before any work is done for it. Raises RateLimitError."""
@@ -105,6 +110,18 @@ class Quotas(Collector):
                 )
         return account
 
+    def note_pages(self, owners: Mapping[bytes, OwnedPages], tenants: Iterable[Tenant]) -> None:
+        """What owners of namespaces have of the pool now, for the metrics."""
+        names = {tenant.owner: tenant.name for tenant in tenants}
+        pages = dict.fromkeys((*names.values(), OTHERS), OwnedPages(0, 0, 0))
+        for owner, count in owners.items():
+            name = names.get(owner, OTHERS)
+            before = pages[name]
+            pages[name] = OwnedPages(
+                before.active + count.active, before.cached + count.cached, before.floor + count.floor
+            )
+        self._pages = pages
+
     def collect(self) -> Iterable[Metric]:
         """Metrics with a label per tenant, for those who may see all tenants."""
         counts = {
@@ -119,6 +136,14 @@ class Quotas(Collector):
         for name, account in accounts:
             gauge.add_metric((name,), account.in_flight)
         yield gauge
+        gauge = GaugeMetricFamily("pagetrie:tenant_pages", "Pages of the pool by state.", labels=("tenant", "state"))
+        floors = GaugeMetricFamily("pagetrie:tenant_floor_pages", "Pages that are kept for it.", labels=("tenant",))
+        for name, pages in self._pages.items():
+            gauge.add_metric((name, "active"), pages.active)
+            gauge.add_metric((name, "cached"), pages.cached)
+            floors.add_metric((name,), pages.floor)
+        yield gauge
+        yield floors
         for field, text in counts.items():
             family = CounterMetricFamily(f"pagetrie:tenant_{field}", text, labels=("tenant",))
             for name, account in accounts:
