@@ -25,7 +25,7 @@ from pagetrie.bundled import bundled_model_path
 from pagetrie.engine.config import EngineConfig
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.loop import EngineLoop
-from pagetrie.engine.observer import Observers
+from pagetrie.engine.observer import EngineObserver, Observers, StepReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import SequenceResult, StepPlan
@@ -57,7 +57,9 @@ class Cost:
         tokens_per_second: nobody looking; the median window.
         lost: share of it that is lost with the page open, the median over pairs of windows.
         lost_middle: what the middle half of the pairs lost.
-        build_ms: what a snapshot took of the engine's thread, median.
+        build_ms: CPU time of a snapshot on the engine's thread, median.
+        cost_ms: the same with that of writing it as JSON on another thread.
+        interval: seconds between snapshots.
         frame_bytes: one frame's size.
         edges: edges of the tree.
     """
@@ -67,8 +69,27 @@ class Cost:
     lost: float
     lost_middle: tuple[float, float]
     build_ms: float
+    cost_ms: float
+    interval: float
     frame_bytes: int
     edges: int
+
+
+class Steps(EngineObserver):
+    """When steps ended, and how many tokens had been handed out then."""
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[float, int]] = []
+        self._tokens = 0
+
+    def on_step(self, report: StepReport) -> None:
+        self._tokens += report.generated_tokens
+        self._ends.append((report.time, self._tokens))
+
+    def rate(self, begin: float) -> float:
+        """Tokens a second over the whole steps since a time."""
+        ends = [end for end in self._ends if end[0] >= begin]
+        return (ends[-1][1] - ends[0][1]) / (ends[-1][0] - ends[0][0])
 
 
 class SlowModel(NoModel):
@@ -87,7 +108,7 @@ class SlowModel(NoModel):
 async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
     """Compare ``pairs`` pairs of windows of so many seconds."""
     tokenizer: Tokenizer = load_checkpoint(bundled_model_path()).tokenizer()
-    timeline, metrics = Timeline(), Metrics("none")
+    timeline, metrics, steps = Timeline(), Metrics("none"), Steps()
     engine = Engine(
         runner=SlowModel(model_ms / 1e3),
         cache=CacheManager(num_pages=PAGES, page_size=PAGE_SIZE, evictions=EvictionLog(time.monotonic)),
@@ -95,7 +116,7 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
         config=EngineConfig(max_model_len=8192, max_num_seqs=RUNNING, max_num_batched_tokens=8192),
         clock=time.monotonic,
         rng=random.Random(0),
-        observer=Observers([metrics, timeline]),
+        observer=Observers([metrics, timeline, steps]),
     )
     loop = EngineLoop(engine)
     app = create_app(
@@ -123,21 +144,23 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
 
     clients = [asyncio.ensure_future(client(number)) for number in range(RUNNING)]
     await asyncio.sleep(WARM_UP)
-    feed, rates, builds = app.state.live, ([], []), []
+    feed, rates, costs, intervals = app.state.live, ([], []), [], []
     for pair in range(pairs):
         for watched in (False, True) if pair % 2 else (True, False):
             viewer = subprocess.Popen([sys.executable, "-c", VIEWER, url]) if watched else None
             seen = feed.snapshots
             while watched and feed.snapshots == seen:
                 await asyncio.sleep(0.001)
-            begin, before = time.monotonic(), timeline.totals.generated_tokens
+            begin, taken = time.monotonic(), feed.snapshots
             await asyncio.sleep(seconds)
             seen = feed.snapshots
             while watched and feed.snapshots == seen:  # whole intervals, so that it holds its share of snapshots
                 await asyncio.sleep(0.001)
-            rates[watched].append((timeline.totals.generated_tokens - before) / (time.monotonic() - begin))
+            rates[watched].append(steps.rate(begin))
+            if watched:
+                intervals.append((time.monotonic() - begin) / (feed.snapshots - taken))
             if viewer is not None:
-                builds.append(feed._snapshot.build_seconds)
+                costs.append((feed._snapshot.build_seconds, feed._cost))
                 viewer.kill()
                 viewer.wait()
     async with httpx.AsyncClient() as http:
@@ -153,7 +176,8 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
         median(rates[False]),
         median(losses),
         (losses[len(losses) // 4], losses[-1 - len(losses) // 4]),
-        median(builds) * 1e3,
+        *(median(cost) * 1e3 for cost in zip(*costs, strict=True)),
+        median(intervals),
         len(frame),
         json.loads(frame)["tree"]["all"],
     )
@@ -161,7 +185,7 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench live", description=__doc__)
-    parser.add_argument("--model-ms", type=float, default=50.0, help="what a step of the model takes (default 50)")
+    parser.add_argument("--model-ms", type=float, default=200.0, help="what a step of the model takes (default 200)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of windows (default 5)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a window, at least (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
@@ -173,7 +197,10 @@ def main() -> None:
     low, high = cost.lost_middle
     print(f"{RUNNING} sequences, {cost.model_ms:g} ms of model a step, nobody looking: {cost.tokens_per_second:,.0f}/s")
     print(f"With the page open {cost.lost:.2%} less (middle half of the pairs: {low:.2%} to {high:.2%})")
-    print(f"A snapshot takes {cost.build_ms:.1f} ms; a frame has {cost.frame_bytes:,} bytes; {cost.edges:,} edges")
+    print(
+        f"Every {cost.interval:.1f} s a snapshot: {cost.build_ms:.1f} ms of the engine's thread, with its JSON", end=" "
+    )
+    print(f"{cost.cost_ms:.1f} ms of CPU time; a frame has {cost.frame_bytes:,} bytes, the tree {cost.edges:,} edges")
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ async def test_one_snapshot_serves_all_and_nobody_costs_nothing(monkeypatch: pyt
 
 async def test_the_pause_follows_what_a_snapshot_costs():
     now = iter(range(10_000))
-    async with watched(clock=lambda: float(next(now))) as site:
-        site.feed._cpu_clock = lambda: float(next(now))
+    async with watched() as site:
+        site.feed._cpu_clock = site.feed._view._cpu_clock = lambda: float(next(now))
         async with site.watching() as frames:
             await anext(frames)
         # By its clock taking a snapshot lasts a second, and so does writing it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -62,7 +63,7 @@ class LiveSnapshot:
         prompt_tokens, cached_by_tier: of the same time; ``pool`` is among the tiers.
         prefill_tokens, generated_tokens, preemptions, misses: counts since start.
         tiers: what stands below the pool.
-        build_seconds: how long taking this took.
+        build_seconds: how long the engine's thread computed to take this.
     """
 
     page_size: int
@@ -91,15 +92,17 @@ class LiveView:
 
     Args:
         timeline: heard of everything that the engine did.
+        cpu_clock: seconds that the calling thread has computed.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         self.timeline = timeline
+        self._cpu_clock = cpu_clock
         self._numbers = Numbers()
 
     def take(self, engine: Engine) -> LiveSnapshot:
         """Take a snapshot. To be called on the engine's thread, between two steps."""
-        now, timeline = engine.now(), self.timeline
+        begun, now, timeline = self._cpu_clock(), engine.now(), self.timeline
         leases = [(lease, sequence.state.namespace) for sequence in engine.running for lease in sequence.leases]
         picture = engine.cache.picture(leases, owner_of, self._numbers, MAX_EDGES)
         held, tree = [lease for lease, _ in leases], TreeSize(*picture.size)
@@ -125,7 +128,7 @@ class LiveView:
             preemptions=timeline.totals.preemptions,
             misses=dict(timeline.totals.misses),
             tiers=report.tiers if report is not None else {},
-            build_seconds=engine.now() - now,
+            build_seconds=self._cpu_clock() - begun,
         )
 
     def texts(self, engine: Engine, tenant: Tenant, budget: int) -> tuple[list[EdgeText], bool]:
@@ -170,15 +173,18 @@ def may_read(owner: PageOwner, tenant: Tenant) -> bool:
 def _by_tier(admissions: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, int]:
     tiers = {"pool": 0}
     for cached, below in admissions:
-        tiers["pool"] += cached - sum(below.values())
+        tiers["pool"] += cached
         for name, tokens in below.items():
             tiers[name] = tiers.get(name, 0) + tokens
+            tiers["pool"] -= tokens
     return tiers
 
 
 def _view(state: RequestState, track: Track | None, now: float) -> RequestView:
     sequences, request = state.sequences, state.request
     first = sequences[0] if sequences else None
+    leases = [lease for sequence in sequences for lease in sequence.leases]
+    distinct = leases[0].pages if len(leases) == 1 else {page for lease in leases for page in lease.pages}
     phases: list[tuple[Phase, float]] = [("queued", state.arrival)] if track is None else track.phases
     return RequestView(
         id=request.request_id,
@@ -191,7 +197,7 @@ def _view(state: RequestState, track: Track | None, now: float) -> RequestView:
         max_tokens=state.max_tokens,
         preemptions=sum(sequence.preemptions for sequence in sequences),
         choices=sum(sequence.seats for sequence in sequences),
-        pages=len({page for sequence in sequences for lease in sequence.leases for page in lease.pages}),
+        pages=len(distinct),
     )
 
 
