@@ -159,6 +159,7 @@ async def measure(model_ms: float, *, pairs: int, seconds: float) -> Cost:
             rates[watched].append(steps.rate(begin))
             if watched:
                 intervals.append((time.monotonic() - begin) / (feed.snapshots - taken))
+                await asyncio.sleep(0.5)  # until the last one is written
             if viewer is not None:
                 costs.append((feed._snapshot.build_seconds, feed._cost))
                 viewer.kill()

@@ -5,9 +5,8 @@ Drawn between two steps, so it is made of few passes and bulk operations; what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest
 from itertools import chain, count
 
 import numpy as np
@@ -178,12 +177,12 @@ def draw(
     owner[held] = np.repeat(np.array([place(namespace) for _, namespace in leases], np.uint8), lengths)
     states[np.asarray(loading, np.intp)] = LOADING
     walked = _Walk(tree)
-    for root, first, end in walked.roots:
-        nodes = [node for run in walked.runs[first:end] for node in run]
-        tables = [node.pages for node in nodes]
-        indexed, lengths = _flat(tables), np.array([len(table) for table in tables], np.intp)
-        owner[indexed] = place(bytes(root.tokens))
-        states[indexed[np.repeat(np.array([is_active(node) for node in nodes], np.bool_), lengths)]] = ACTIVE
+    indexed = _flat(walked.tables)
+    lengths = np.array([len(table) for table in walked.tables], np.intp)
+    spans = [last - first for _, _, (first, last) in walked.roots]
+    places_of_nodes = np.repeat(np.array([place(bytes(root.tokens)) for root, _, _ in walked.roots], np.uint8), spans)
+    owner[indexed] = np.repeat(places_of_nodes, lengths)
+    states[indexed[np.repeat(np.array(walked.active, np.bool_), lengths)]] = ACTIVE
     shares = np.bincount(held, minlength=pool.num_pages).clip(max=NOBODY).astype(np.uint8)
     return Picture(
         states=states.tobytes(),
@@ -191,7 +190,7 @@ def draw(
         owner=owner.tobytes(),
         owners=list(places),
         edges=walked.edges(numbers, limit, place),
-        edges_in_all=len(walked.runs),
+        edges_in_all=len(walked.tops),
         size=walked.size(),
     )
 
@@ -205,81 +204,109 @@ def _flat(tables: Sequence[Sequence[int]]) -> np.ndarray[tuple[int], np.dtype[np
 
 
 class _Walk:
-    """All edges of a tree, parents before children, with what is below them.
+    """All edges of a tree, parents before children. An edge is a run of nodes, from its top to its end.
 
     Attributes:
-        runs: the nodes that make up each edge.
-        tokens: of each edge.
+        tops, ends: first and last node of each edge.
+        tokens, pages: of each edge.
         parents: place of each edge's parent, or -1.
-        roots: root, and where its edges begin and end.
+        tables, active: each node's pages, and whether it is in use, edge by edge.
+        roots: root, where its edges begin and end, where its nodes do.
     """
 
     def __init__(self, tree: PageTree) -> None:
-        self.runs: list[list[Node]] = []
+        self.tops: list[Node] = []
+        self.ends: list[Node] = []
+        self.tokens: list[int] = []
+        self.pages: list[int] = []
         self.parents: list[int] = []
-        self.roots: list[tuple[Node, int, int]] = []
+        self.tables: list[list[int]] = []
+        self.active: list[bool] = []
+        self.roots: list[tuple[Node, tuple[int, int], tuple[int, int]]] = []
         self._page_size = tree.page_bytes // TOKEN_BYTES
+        # The engine waits while this runs: one pass, and each node is looked at once.
+        tables, active = self.tables, self.active
         for root in tree.roots():
-            first = len(self.runs)
+            first_edge, first_node = len(self.tops), len(tables)
             stack = [(child, -1) for child in reversed(root.children)]
             while stack:
                 node, parent = stack.pop()
-                run = [node]
-                while len(node.children) == 1 and not node.pins:
-                    node = node.children[0]
-                    run.append(node)
-                place = len(self.runs)
-                self.runs.append(run)
+                self.tops.append(node)
                 self.parents.append(parent)
-                stack += [(child, place) for child in reversed(node.children)]
-            self.roots.append((root, first, len(self.runs)))
-        self.tokens = [sum([len(node.tokens) for node in run]) // TOKEN_BYTES for run in self.runs]
+                size = pages = 0
+                while True:
+                    table, children = node.pages, node.children
+                    tables.append(table)
+                    active.append(is_active(node))
+                    size += len(node.tokens)
+                    pages += len(table)
+                    if node.pins or len(children) != 1:
+                        break
+                    node = children[0]
+                place = len(self.ends)
+                self.ends.append(node)
+                self.tokens.append(size // TOKEN_BYTES)
+                self.pages.append(pages)
+                for child in reversed(children):
+                    stack.append((child, place))  # noqa: PERF401 - most edges have no children
+            self.roots.append((root, (first_edge, len(self.tops)), (first_node, len(tables))))
 
     def size(self) -> tuple[int, int, int, int]:
         """Namespaces, nodes, leaves and tokens that can be matched."""
-        places = [place for root, first, end in self.roots if not root.dead for place in range(first, end)]
-        return (
-            sum(1 for root, first, end in self.roots if not root.dead and first < end),
-            sum([len(self.runs[place]) for place in places]),
-            sum([not self.runs[place][-1].children for place in places]),
-            sum([self.tokens[place] for place in places]),
-        )
+        namespaces = nodes = leaves = tokens = 0
+        for root, (first, end), (first_node, end_node) in self.roots:
+            if not root.dead:
+                namespaces += first < end
+                nodes += end_node - first_node
+                leaves += sum([not node.children for node in self.ends[first:end]])
+                tokens += sum(self.tokens[first:end])
+        return namespaces, nodes, leaves, tokens
+
+    def run(self, place: int) -> Iterator[Node]:
+        """The nodes of an edge."""
+        node, end = self.tops[place], self.ends[place]
+        yield node
+        while node is not end:
+            node = node.children[0]
+            yield node
 
     def edges(self, numbers: Numbers, limit: int, place: Callable[[bytes], int]) -> list[Edge]:
         """The ``limit`` edges with most tokens below them. With an edge its parent is chosen: that has no fewer."""
-        runs, parents = self.runs, self.parents
-        below, leaves = self.tokens.copy(), [0] * len(runs)
-        for index in range(len(runs) - 1, -1, -1):
+        count, parents = len(self.tops), self.parents
+        below, leaves = self.tokens.copy(), [0] * count
+        for index in range(count - 1, -1, -1):
             leaves[index] = leaves[index] or 1
             if parents[index] >= 0:
                 below[parents[index]] += below[index]
                 leaves[parents[index]] += leaves[index]
-        chosen = sorted(nlargest(limit, range(len(runs)), key=lambda index: (below[index], -index)))
-        names = numbers.renew([runs[index][-1] for index in chosen])
+        # Of equals the first ones, so parents before their children.
+        chosen = sorted(np.argsort(-np.array(below, np.int64), kind="stable")[:limit].tolist())
+        names = numbers.renew([self.ends[index] for index in chosen])
         shown = {index: position for position, index in enumerate(chosen)}
-        owners = [NOBODY] * len(runs)
-        for root, first, end in self.roots:
+        owners = [NOBODY] * count
+        for root, (first, end), _ in self.roots:
             owners[first:end] = [place(bytes(root.tokens))] * (end - first)
         edges = [
             Edge(
                 number=number,
                 parent=shown[parents[index]] if parents[index] >= 0 else -1,
                 owner=owners[index],
-                start=runs[index][0].start * self._page_size,
+                start=self.tops[index].start * self._page_size,
                 tokens=self.tokens[index],
-                pages=sum(len(node.pages) for node in runs[index]),
+                pages=self.pages[index],
                 below=below[index],
                 leaves=leaves[index],
-                pins=runs[index][-1].pins,
-                active=is_active(runs[index][0]),
-                last_used=runs[index][0].last_used,
-                head=_head(runs[index]),
+                pins=self.ends[index].pins,
+                active=is_active(self.tops[index]),
+                last_used=self.tops[index].last_used,
+                head=_head(self.run(index)),
             )
             for number, index in zip(names, chosen, strict=True)
         ]
-        for index, parent in enumerate(parents):
-            if parent >= 0 and index not in shown and parent in shown:
-                edges[shown[parent]].hidden += 1
+        if len(chosen) < count:
+            for index, parent in enumerate(parents):
+                if parent >= 0 and index not in shown and parent in shown:
+                    edges[shown[parent]].hidden += 1
         return edges
 
 
@@ -288,18 +315,18 @@ def read_texts(
 ) -> tuple[list[EdgeText], bool]:
     """The edges of all wanted namespaces, parents first, up to ``budget`` tokens; and whether these are all."""
     walked, found = _Walk(tree), list[EdgeText]()
-    for root, first, end in walked.roots:
+    for root, (first, end), _ in walked.roots:
         if root.dead or not wanted(bytes(root.tokens)):
             continue
         before = len(found) - first
         for place in range(first, end):
-            run, parent = walked.runs[place], walked.parents[place]
+            parent = walked.parents[place]
             above = found[parent + before] if parent >= 0 else EdgeText([], 0, b"", b"")
             text = EdgeText(
-                path=[*above.path, numbers.of(run[-1])],
-                start=run[0].start * tree.page_bytes // TOKEN_BYTES,
+                path=[*above.path, numbers.of(walked.ends[place])],
+                start=walked.tops[place].start * tree.page_bytes // TOKEN_BYTES,
                 before=(above.before + above.tokens)[-HEAD_TOKENS * TOKEN_BYTES :],
-                tokens=b"".join(bytes(node.tokens) for node in run),
+                tokens=b"".join(bytes(node.tokens) for node in walked.run(place)),
             )
             budget -= len(text.tokens) // TOKEN_BYTES
             if budget < 0:
@@ -308,10 +335,10 @@ def read_texts(
     return found, True
 
 
-def _head(run: list[Node]) -> bytes:
-    head = bytes(run[0].tokens[: HEAD_TOKENS * TOKEN_BYTES])
-    for node in run[1:]:
+def _head(run: Iterable[Node]) -> bytes:
+    head = b""
+    for node in run:
+        head += bytes(node.tokens[: HEAD_TOKENS * TOKEN_BYTES - len(head)])
         if len(head) >= HEAD_TOKENS * TOKEN_BYTES:
             break
-        head += bytes(node.tokens[: HEAD_TOKENS * TOKEN_BYTES - len(head)])
     return head
