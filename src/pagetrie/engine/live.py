@@ -149,7 +149,9 @@ class LiveView:
                 line.append(_view(state, track, now))
             elif track is None:
                 more += 1
-        ended = [_ended(track, now) for track in self.timeline.ended if now - track.phases[-1][1] <= _SHOW_ENDED]
+        lately = [track for track in self.timeline.ended if now - track.phases[-1][1] <= _SHOW_ENDED]
+        room = MAX_RUNNING - len(running)
+        ended = [_ended(track, now) for track in lately[-room:]] if room else []
         return [*running, *waiting, *ended], more
 
 
