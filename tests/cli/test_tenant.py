@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from starlette.datastructures import Headers
 from typer.testing import CliRunner, Result
@@ -11,16 +12,23 @@ from typer.testing import CliRunner, Result
 from pagetrie.cli.main import app
 from pagetrie.cli.serve import is_loopback
 from pagetrie.errors import ConfigError
+from pagetrie.kv import encode_namespace
+from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.tiers.disk import DiskTier
+from pagetrie.kv.tiers.folder import CacheFolder
+from pagetrie.kv.tiers.interface import PageRef
 from pagetrie.server import keys_file
-from pagetrie.server.auth import Caller, KeyedAccess
+from pagetrie.server.auth import Caller, KeyedAccess, tenant_salt
 
 
 class Tool:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.pages = path.parent / "pages"
 
     def __call__(self, *arguments: str) -> Result:
-        return CliRunner().invoke(app, ["tenant", *arguments, "--api-keys", str(self.path)])
+        environment = {"PAGETRIE_DISK_CACHE": str(self.pages), "PAGETRIE_NO_DISK_CACHE": ""}
+        return CliRunner().invoke(app, ["tenant", *arguments, "--api-keys", str(self.path)], env=environment)
 
     def key(self, *arguments: str) -> str:
         result = self(*arguments)
@@ -74,6 +82,26 @@ def test_rm_takes_back_one_key_or_the_tenant_with_its_secret(tool: Tool) -> None
     assert secret not in tool.path.read_text()
 
 
+def test_rm_deletes_the_tenants_pages_from_a_disk_cache_that_no_server_uses(tool: Tool) -> None:
+    for name in ("acme", "other"):
+        tool.key("add", name)
+    records = keys_file.load(tool.path).tenants
+    spaces = {name: encode_namespace({"tenant": tenant_salt(record.secret)}) for name, record in records.items()}
+    tier = DiskTier(CacheFolder(tool.pages), 10**6)
+    keys = ChainKeys(tier.folder.secret)
+    root = {name: keys.root(space) for name, space in spaces.items()}
+    refs = {
+        name: PageRef(keys.page(root[name], b"1234"), root[name], root[name], b"1234") for name in ("acme", "other")
+    }
+    tier.put([(ref, np.full(500, 7, np.uint8)) for ref in refs.values()])
+    assert "drops its pages within seconds" in tool("rm", "other").stdout  # the tier stands for a server
+    tier.close()
+    assert "deleted 1 pages" in tool("rm", "acme").stdout
+    tier = DiskTier(CacheFolder(tool.pages), 10**6)
+    assert not tier.holds(refs["acme"].key) and tier.holds(refs["other"].key)
+    tier.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,13 +112,16 @@ def test_rm_takes_back_one_key_or_the_tenant_with_its_secret(tool: Tool) -> None
         (("add", "acme\n"), "a tenant's name has"),
         (("add", "acme", "--weight", "0"), "--weight: .* greater than 0"),
         (("add", "acme", "--max-body-size", "lots"), "--max-body-size: .*not a size"),
+        (("add", "acme", "--cache-floor", "2"), "--cache-floor: .* less than or equal to 1"),
+        (("add", "acme", "--cache-floor", "0.5", "--cache-cap", "0.4"), "0.5.* is more than cache_cap .0.4"),
+        (("add", "acme", "--cache-floor", "0.5"), r"guaranteed 1\.1 of the cache together"),
         (("rotate", "nobody"), "no tenant 'nobody'"),
         (("rm", "nobody"), "no tenant 'nobody'"),
         (("rm", "known", "--key", "x"), "no key with the id 'x'"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(tool: Tool, arguments: tuple[str, ...], message: str) -> None:
-    tool.key("add", "known")
+    tool.key("add", "known", "--cache-floor", "0.6")
     before = tool.path.read_bytes()
     result = tool(*arguments)
     assert isinstance(result.exception, ConfigError)

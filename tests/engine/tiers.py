@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, Tier, TierStats, TierTraits
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.stack import TierStack
@@ -69,6 +70,13 @@ class ToldTier:
 
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
         pass
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        self.allowances = allowances
+
+    def drop_owner(self, tag: bytes) -> None:
+        for key in [key for key, ref in self.refs.items() if ref.namespace.startswith(tag)]:
+            self.pages.pop(key, None)
 
     def clear(self) -> None:
         self.pages.clear()

@@ -17,6 +17,7 @@ from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
+from pagetrie.engine.tenant import LOCAL, Tenant
 from pagetrie.kv import CacheManager, EvictionLog
 from pagetrie.kv.pool import FREE, PRIVATE
 from pagetrie.kv.transfers import Transfers
@@ -212,11 +213,12 @@ class World:
         timeout: float | None = None,
         *,
         context: ContextUse | None = None,
+        tenant: Tenant = LOCAL,
         **params: object,
     ) -> None:
         params.setdefault("temperature", 0.0)
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
-        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority, timeout, context))
+        self.engine.add(Request(request_id, list(prompt), sampling, salt, priority, timeout, context, tenant=tenant))
         self.seen[request_id] = Collected()
 
     def step(self) -> list[RequestOutput]:

@@ -10,6 +10,7 @@ from typing import Any
 from pagetrie.engine.output import ChoiceDelta, RequestOutput
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import TokenLogprob
+from pagetrie.engine.tenant import Tenant
 from pagetrie.errors import EngineError, InvalidRequestError, QueueFullError
 from pagetrie.kv import TransferReport
 
@@ -139,6 +140,7 @@ class EngineDouble:
     gate: asyncio.Event | None = None
     free_steps: int = 1
     fail_after: int | None = None
+    tenants: list[dict[str, Tenant]] = field(default_factory=list)
     failure: Exception = field(default_factory=lambda: RuntimeError("secret detail"))
     alive: bool = True
     still: float = 0.0
@@ -172,6 +174,9 @@ class EngineDouble:
 
     def transfer_report(self) -> TransferReport | None:
         return self.tiers
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        self.tenants.append({tenant.name: tenant for tenant in tenants})
 
     async def reset_prefix_cache(self) -> ResetReport:
         return ResetReport(freed_pages=7, busy_pages=2)

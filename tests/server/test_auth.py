@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from pagetrie.errors import ConfigError
+from pagetrie.server import app as app_module
 from pagetrie.server import keys_file
 from pagetrie.server.auth import ADMIN_PATHS, Access, KeyedAccess
 from tests.server.conftest import Site
@@ -118,6 +120,66 @@ async def test_keys_come_and_go_without_a_restart(keys, make_site):
     assert (await ask(site, bearer(third))).status_code == 200
     salts = [stream.request.tenant.salt for stream in site.engine.streams]
     assert salts[0] == salts[1] != salts[2]
+
+
+async def test_the_engine_hears_of_tenants_before_their_requests(keys, make_site):
+    first = keys.add("acme", cache_floor=0.4, cache_cap=0.7, max_pinned=0.5)
+    keys.add("plain")
+    access = KeyedAccess(keys.path, 1000, floors=0.25, cap=0.9)
+    site = make_site(options={"access": access})
+    async with site.client() as client:
+        await client.post("/v1/chat/completions", json=HI, headers=bearer(first))
+        assert len(site.engine.tenants) == 1
+        acme, plain = (site.engine.tenants[0][name] for name in ("acme", "plain"))
+        assert (acme.cache_floor, acme.cache_cap, acme.pinned) == (0.4, 0.7, 0.5)
+        assert (plain.cache_floor, plain.cache_cap, plain.pinned) == (0.25, 0.9, 0.25)
+        keys.remove("acme")
+        refused = await client.post("/v1/chat/completions", json=HI, headers=bearer(first))
+        assert refused.status_code == 401
+        assert [sorted(told) for told in site.engine.tenants] == [["acme", "plain"], ["plain"]]
+        # Nothing changed: nothing is told.
+        await client.get("/health")
+        assert len(site.engine.tenants) == 2
+
+
+async def test_the_file_is_looked_at_while_nobody_asks(keys, make_site, monkeypatch):
+    keys.add("acme")
+    keys.add("other")
+    looked = asyncio.Event()
+    pauses = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        looked.set()
+        await go_on.acquire()
+
+    go_on = asyncio.Semaphore(0)
+    monkeypatch.setattr(app_module, "pause", pause)
+    site = make_site(options={"access": keys.access()})
+    async with site.app.router.lifespan_context(site.app):
+        await looked.wait()
+        keys.remove("acme")
+        looked.clear()
+        go_on.release()
+        await looked.wait()
+        assert [sorted(told) for told in site.engine.tenants] == [["acme", "other"], ["other"]]
+    assert set(pauses) == {app_module.LOOK_SECONDS}
+
+
+def test_floors_and_pins_of_tenants_are_no_more_than_there_is(tmp_path):
+    keys = Keys(tmp_path / "keys.json")
+    keys.add("a", cache_floor=0.7, max_pinned=0.8)
+    for name in "bcd":
+        keys.add(name)
+    tenants = KeyedAccess(keys.path, 1000, floors=0.6).tenants()
+    assert sum(tenant.cache_floor for tenant in tenants) == pytest.approx(1.0)
+    assert sum(tenant.pinned for tenant in tenants) < 1
+    with pytest.raises(ConfigError, match=r"guaranteed 1\.1 of the cache together"):
+        keys.add("e", cache_floor=0.4)
+    capped = KeyedAccess(keys.path, 1000, floors=0.6, cap=0.05).tenants()
+    assert all(tenant.cache_floor <= tenant.cache_cap for tenant in capped)
+    by_name = {tenant.name: tenant for tenant in capped}
+    assert (by_name["a"].cache_cap, by_name["b"].cache_floor) == (0.7, 0.05)
 
 
 async def test_a_broken_file_changes_nothing_and_is_logged(keys, make_site, caplog):

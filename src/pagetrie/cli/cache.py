@@ -155,6 +155,12 @@ def _secret(settings: Settings) -> bytes | None:
     return derive_secret(shared.get_secret_value()) if shared is not None else None
 
 
+def folder_and_secret(disk_cache: Path | None) -> tuple[Path, bytes | None]:
+    """The disk cache that a server with the same settings uses, and the secret if that isn't the folder's own."""
+    settings, path = _settings(disk_cache)
+    return path, _secret(settings)
+
+
 def _look(disk_cache: Path | None) -> CacheFolder:
     from pagetrie.kv.tiers.folder import CacheFolder
 

@@ -23,6 +23,14 @@ File = Annotated[
 ]
 
 
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--disk-cache", help="The disk cache's folder. [default: ~/.cache/pagetrie/pages]", show_default=False
+    ),
+]
+
+
 @commands.command()
 def add(
     name: Name,
@@ -118,12 +126,18 @@ def rm(
         str | None, typer.Option("--key", help="Only the key with this id; the tenant stays.", metavar="ID")
     ] = None,
     api_keys: File = None,
+    disk_cache: Folder = None,
 ) -> None:
-    """Remove a tenant: its keys are refused from now on, and with its secret gone nobody finds its pages any more."""
+    """Remove a tenant: its keys are refused from now on, and its pages are deleted.
+
+    A running server ends its requests and drops its pages in memory and on disk; if none runs, the disk cache is swept
+    here. With its secret gone nobody finds what a shared store still has of it.
+    """
     from pagetrie.server import keys_file
 
     with keys_file.editing(_file(api_keys)) as file:
         _find(file.tenants, name)
+        record = file.tenants[name]
         gone = [record for record in file.keys if record.tenant == name and key in (None, record.id)]
         if key is None:
             del file.tenants[name]
@@ -131,6 +145,25 @@ def rm(
             raise ConfigError(f"tenant {name!r} has no key with the id {key!r}")
         file.keys = [record for record in file.keys if record not in gone]
     print(f"removed {f'tenant {name}' if key is None else f'{key} of tenant {name}'}")
+    if key is None:
+        _sweep(record.secret, disk_cache)
+
+
+def _sweep(secret: str, disk_cache: Path | None) -> None:
+    from pagetrie.cli.cache import folder_and_secret
+    from pagetrie.kv import owner_id
+    from pagetrie.kv.tiers.folder import FolderInUseError
+    from pagetrie.kv.tiers.opening import sweep
+    from pagetrie.server.auth import tenant_salt
+
+    path, shared = folder_and_secret(disk_cache)
+    if not path.is_dir():
+        return
+    owners = [owner_id("tenant", tenant_salt(secret, sealed=sealed)) for sealed in (False, True)]
+    try:
+        print(f"deleted {sweep(path, owners, shared):,} pages from the disk cache {path}")
+    except FolderInUseError:
+        print(f"the server that uses the disk cache {path} drops its pages within seconds")
 
 
 def _file(given: Path | None) -> Path:

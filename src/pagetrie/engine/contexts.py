@@ -170,6 +170,11 @@ class Contexts:
         """
         self._close(self.get(owner, context_id))
 
+    def drop(self, tenant: bytes) -> None:
+        """End all contexts of a tenant, by its ``Tenant.owner``."""
+        for context in [context for context in self if context.owner.tenant.owner == tenant]:
+            self._close(context)
+
     def expire(self) -> None:
         """End the contexts whose time is over."""
         if self._next_expiry == math.inf or (now := self._clock()) < self._next_expiry:

@@ -119,6 +119,8 @@ class Engine:
         )
         self.cache_records = CacheRecords(cache, namespace=self.namespace, clock=clock)
         self.public = PublicPrefixes(cache, self._pages_namespace({"public": config.public_salt}))
+        # Owners whose requests are taken; None for anybody's.
+        self._tenants: set[bytes] | None = None
         self._arrivals = 0
         # (deadline, arrival number, request id); those that ended before are skipped when they come up.
         self._deadlines: list[tuple[float, int, str]] = []
@@ -137,6 +139,8 @@ class Engine:
             QueueFullError: the queue is at its cap.
         """
         self.validate(request)
+        if self._tenants is not None and request.tenant.owner not in self._tenants:
+            raise InvalidRequestError("this tenant has been removed", code="invalid_api_key", status=401)
         if request.request_id in self._states:
             raise InvalidRequestError(f"request id {request.request_id!r} is already in use", param="request_id")
         if self.num_waiting >= self.config.max_queue:
@@ -179,13 +183,28 @@ class Engine:
             )
         )
 
-    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Who there is, and how much of the cache each may keep.
+    def set_tenants(self, tenants: Iterable[Tenant]) -> list[RequestOutput]:
+        """Who there is, and how much of the cache each may keep. Others' requests are refused from now on.
+
+        Who was there before and isn't any more loses everything: its requests end (their outputs are returned), its
+        contexts and its pages go.
 
         Raises:
             ValueError: the floors are more than the whole cache.
         """
-        self._cache.allow({tenant.owner: tenant.allowance for tenant in tenants if tenant.salt})
+        allowances = {tenant.owner: tenant.allowance for tenant in tenants}
+        self._cache.allow({owner: allowance for owner, allowance in allowances.items() if owner})
+        server = Tenant(salt=self.config.public_salt).owner  # computes public prefixes
+        gone = set[bytes]() if self._tenants is None else self._tenants - allowances.keys() - {server}
+        self._tenants = {server, *allowances}
+        outputs = [
+            self._end(state, "abort") for state in list(self._states.values()) if state.request.tenant.owner in gone
+        ]
+        for owner in gone:
+            self.contexts.drop(owner)
+            self.cache_records.drop(owner)
+            self._cache.drop_owner(owner)
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request in whatever phase it is; its pages are free when this returns.

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,7 @@ from typing import TypeVar
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.request import Request
+from pagetrie.engine.tenant import Tenant
 from pagetrie.errors import EngineError, InvalidRequestError, PagetrieError, QueueFullError
 from pagetrie.kv import ResetReport, TransferReport
 
@@ -158,6 +159,10 @@ class EngineLoop:
     async def reset_prefix_cache(self) -> ResetReport:
         """Forget every stored prefix, between two steps."""
         return await self.ask(Engine.reset_prefix_cache)
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """See ``Engine.set_tenants``. Raises EngineError: it is shutting down."""
+        await self.ask(lambda engine: self._deliver(engine.set_tenants(tenants)))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
         """Call a function with the engine on its thread, between two steps, and return what it returns.

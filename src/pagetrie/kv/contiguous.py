@@ -55,6 +55,9 @@ class ContiguousCacheManager:
     def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
         """Nothing: nothing is kept."""
 
+    def drop_owner(self, owner: bytes) -> None:
+        """Nothing: nothing is kept."""
+
     def available_to(self, namespace: bytes) -> int:
         return self.available_pages
 

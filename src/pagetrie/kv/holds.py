@@ -162,6 +162,11 @@ class HoldBook:
         for hold in list(self._holds):
             self.release(hold)
 
+    def release_of(self, share: Share) -> None:
+        """Release what stands on an owner's pages."""
+        for hold in [hold for hold in self._holds if any(node.share is share for node in hold._nodes)]:
+            self.release(hold)
+
     def check(self) -> None:
         """Recount by brute force (for tests)."""
         assert self._holders == Counter(page for hold in self._holds for page in hold.pages)

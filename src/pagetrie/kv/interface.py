@@ -260,6 +260,10 @@ class KVCache(Protocol):
         """
         ...
 
+    def drop_owner(self, owner: bytes) -> None:
+        """Forget all pages of an owner that has no lease any more, in the pool and the tiers that are ours alone."""
+        ...
+
     def available_to(self, namespace: bytes) -> int:
         """Pages that a lease of this namespace could get now: ``available_pages`` less what is kept for others."""
         ...

@@ -127,6 +127,8 @@ class CacheManager:
     def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
         """See ``KVCache.allow``."""
         self.index.shares.allow(allowances)
+        if self.transfers is not None:
+            self.transfers.allow(allowances)
         for share in self.index.shares:
             self._trim(share)
 
@@ -176,6 +178,17 @@ class CacheManager:
     @property
     def available_pages(self) -> int:
         return self.pool.free_pages + self.index.cached_pages
+
+    def drop_owner(self, owner: bytes) -> None:
+        """See ``KVCache.drop_owner``."""
+        share = self.index.shares.owned_by(owner)
+        self._holds.release_of(share)
+        self.index.on_evict = self._forgetting
+        self.index.drop(share)
+        self.index.on_evict = self._evicting
+        if self.transfers is not None:
+            self.transfers.drop_owner(owner)
+        self.index.shares.forget(owner)
 
     def available_to(self, namespace: bytes) -> int:
         return self.index.shares.available(self.index.shares.of(namespace))

@@ -38,6 +38,9 @@ class MeteredCache:
     def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
         self._cache.allow(allowances)
 
+    def drop_owner(self, owner: bytes) -> None:
+        self._cache.drop_owner(owner)
+
     def available_to(self, namespace: bytes) -> int:
         return self._cache.available_to(namespace)
 

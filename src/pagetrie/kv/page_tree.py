@@ -386,6 +386,15 @@ class PageTree(ABC):
         self._roots.clear()
         return freed, self.active_pages
 
+    def drop(self, share: Share) -> None:
+        """Forget all of one share's, as ``reset`` does of all shares'."""
+        self.evict(share.cached, only=share)
+        for namespace, root in list(self._roots.items()):
+            if root.share is share:
+                root.dead = True
+                self._dead_roots.append(root)
+                del self._roots[namespace]
+
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[Node]:

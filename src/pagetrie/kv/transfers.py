@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
-from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.keys import ChainKeys, tag_of
 from pagetrie.kv.page_tree import Node
 from pagetrie.kv.pool import PRIVATE
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import PageRef, Speed, Tier
 from pagetrie.kv.tiers.load import Load
 from pagetrie.kv.tiers.stack import TierStack
@@ -161,7 +162,7 @@ class Transfers:
         if key is None:
             if len(self._roots) >= _REMEMBERED:
                 self._roots.clear()
-            key = self._roots[namespace] = self._keys.root(namespace + self._epoch)
+            key = self._roots[namespace] = self._keys.root(namespace, self._epoch)
             self.stack.name_namespace(key, namespace + self._epoch)
             if self._keyring is not None:
                 self._keyring.note(key, namespace)
@@ -344,7 +345,7 @@ class Transfers:
         Returns:
             The tier that holds the first of them (empty for none), and how many tokens in a row are held.
         """
-        first = self._keys.root(namespace + self._epoch)
+        first = self._keys.root(namespace, self._epoch)
         full = len(tokens) - len(tokens) % self._page_bytes
         name, held = "", 0
         for ref in self._refs(first, self._page_keys[page] if page is not None else first, tokens[:full]):
@@ -531,6 +532,24 @@ class Transfers:
         self._roots.clear()
         self.stack.clear()
         self.settle()
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """How much of the local tiers each owner may have."""
+        self.stack.allow({self._keys.tag(owner): allowance for owner, allowance in allowances.items()})
+
+    def drop_owner(self, owner: bytes) -> None:
+        """Forget an owner: nothing of its pages stays in local tiers, and nothing that arrives is taken in.
+
+        Called after the index has dropped its trees.
+        """
+        tag = self._keys.tag(owner)
+        now = self._clock()
+        for flight in [flight for flight in self._flights if flight.root.share.owner == owner]:
+            self._give_up(flight, now)
+        self._roots = {namespace: root for namespace, root in self._roots.items() if tag_of(root) != tag}
+        if self._keyring is not None:
+            self._keyring.forget(tag)
+        self.stack.drop_owner(tag)
 
     def flush(self, seconds: float) -> bool:
         """Write what the pool holds and tiers lack, partly filled pages too; False if time ran out."""

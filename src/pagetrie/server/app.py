@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from asyncio import sleep as pause
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
@@ -119,11 +120,11 @@ def create_app(
 
     async def on_tenants(tenants: list[Tenant]) -> None:
         with contextlib.suppress(EngineError):  # going down
-            await loop.ask(lambda engine: engine.set_tenants(tenants))
+            await loop.set_tenants(tenants)
 
     async def watch_keys() -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await pause(LOOK_SECONDS)
             callers.refresh()
             await callers.tell(on_tenants)
 

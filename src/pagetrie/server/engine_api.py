@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from pagetrie.engine.engine import Engine as CoreEngine
 from pagetrie.engine.output import RequestOutput
 from pagetrie.engine.request import Request
+from pagetrie.engine.tenant import Tenant
 from pagetrie.kv import TransferReport
 
 T = TypeVar("T")
@@ -81,6 +82,10 @@ class Engine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> Reset: ...
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Who there is; who was and isn't any more loses its requests, contexts and pages. Raises EngineError."""
+        ...
 
     async def ask(self, question: Callable[[CoreEngine], T]) -> T:
         """Call a function with the engine between two steps; returns or raises what it does."""

@@ -10,16 +10,19 @@ import errno
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
-from pagetrie.kv.keys import ChainKeys
+from pagetrie.kv.keys import ChainKeys, tag_of
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
 from pagetrie.kv.tiers.namespaces import MAX_BYTES, read_namespaces, write_namespaces
+from pagetrie.kv.tiers.owners import Owners
 from pagetrie.kv.tiers.record import Checksum, Head, matches, pack_head, parse_head
 from pagetrie.kv.tiers.segment import HEADER_BYTES, TRAILER_BYTES, Segment, SegmentError
 
@@ -33,6 +36,9 @@ RETRY_SECONDS = 30.0
 
 REWRITTEN_SEGMENTS = 4
 """Most segments' worth of pages that are written anew to make room once."""
+
+FLOORS = 0.75
+"""How much of the capacity owners' floors keep at most, together: the rest is room to move in."""
 
 CLOSE_SECONDS = 2.0
 
@@ -52,7 +58,7 @@ def segment_paths(folder: Path) -> list[Path]:
 class _Entry:
     """Where a page is. ``used``: the round in which it was last used, -1 for never."""
 
-    __slots__ = ("bytes", "head_bytes", "offset", "page_bytes", "parent", "segment", "used")
+    __slots__ = ("head_bytes", "offset", "owner", "page_bytes", "parent", "segment", "used")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment = segment
@@ -60,6 +66,7 @@ class _Entry:
         self.head_bytes = head.size
         self.page_bytes = head.page_bytes
         self.parent = head.ref.parent
+        self.owner = tag_of(head.ref.namespace)
         self.used = -1
 
     @property
@@ -92,7 +99,9 @@ class DiskTier:
 
     Room is made by giving up the oldest segment. Those of its pages that were used during the last round over all
     segments are written anew, the most recently used ones first, as long as that makes room at all. A use of a page
-    counts for all before it, so what stays is a usable prefix.
+    counts for all before it, so what stays is a usable prefix. Pages within their owners' floors are written anew in
+    any case. An owner at its cap gives up its own oldest pages, but for those used of late; their bytes are free with
+    their segments.
 
     Args:
         folder: where; held by this tier and closed with it.
@@ -109,10 +118,13 @@ class DiskTier:
         self._seal = Checksum()
         # A segment, with its index, is kept free for pages that are written anew while their old file is still there.
         self._segment_bytes = max(1, capacity // SEGMENTS, min(4 << 20, capacity // 8))
-        self._reserve = self._segment_bytes + self._segment_bytes // 8
+        self._reserve = self._segment_bytes + self._segment_bytes // 4
         self._limit = capacity - self._reserve - min(MAX_BYTES, capacity // 64)
         self._capacity = capacity
         self._index: dict[bytes, _Entry] = {}
+        # Per owner its pages, oldest first.
+        self._lines: dict[bytes, OrderedDict[bytes, None]] = {}
+        self._owners = Owners(self._limit, FLOORS)
         self._lock = Lock()  # the index; held for moments
         self._writing = Lock()  # one writer at a time
         self._segments: list[Segment] = []
@@ -134,15 +146,16 @@ class DiskTier:
             try:
                 segment = Segment.open(path, self.folder.secret_name, writable=self._writable)
                 for offset, head in segment.records(self._seal):
-                    self._index[head.ref.key] = _Entry(segment, offset, head)
-                    segment.keys.append(head.ref.key)
+                    self._enter(head.ref.key, _Entry(segment, offset, head))
                 if self._writable and not (segment.sealed and segment.size >= self._segment_bytes):
                     segment.reopen()
                 if self._writable and path != names[-1]:
                     segment.seal(self._seal)
             except (SegmentError, OSError) as error:
                 log.warning("a segment of the disk cache is of no use and dropped: %s", error)
-                self._index = {key: entry for key, entry in self._index.items() if entry.segment.path != path}
+                for key, entry in list(self._index.items()):
+                    if entry.segment.path == path:
+                        self._drop(key, entry)
                 if self._writable:
                     path.unlink(missing_ok=True)
                 continue
@@ -208,10 +221,30 @@ class DiskTier:
                 yield refs[position], entry, data[start:front], data[front:end]
                 position, start = position + 1, end
 
-    def _drop(self, key: bytes, entry: _Entry) -> None:
+    def _enter(self, key: bytes, entry: _Entry) -> None:
+        """A page is where the entry says, and nowhere else any more."""
+        entry.segment.keys.append(key)
+        entry.segment.owners.add(entry.owner)
         with self._lock:
-            if self._index.get(key) is entry:
-                del self._index[key]
+            before = self._index.get(key)
+            if before is not None:
+                self._owners.remove(before.owner, before.size)
+            self._index[key] = entry
+            self._lines.setdefault(entry.owner, OrderedDict())[key] = None
+            self._owners.add(entry.owner, entry.size)
+
+    def _drop(self, key: bytes, entry: _Entry) -> bool:
+        """Forget a page, unless it is elsewhere by now."""
+        with self._lock:
+            if self._index.get(key) is not entry:
+                return False
+            del self._index[key]
+            line = self._lines[entry.owner]
+            del line[key]
+            if not line:
+                del self._lines[entry.owner]
+            self._owners.remove(entry.owner, entry.size)
+            return True
 
     def touch(self, key: bytes) -> None:
         with self._lock:
@@ -244,7 +277,7 @@ class DiskTier:
         head = pack_head(ref, data.data, self._seal)
         size = len(head) + data.nbytes
         # Each record also stands in its segment's index.
-        if HEADER_BYTES + size + 2 * len(head) > self._limit:
+        if HEADER_BYTES + size + 2 * len(head) > self._limit or not self._keep_cap(tag_of(ref.namespace), size):
             return False
         try:
             self._make_room(size + 2 * len(head))
@@ -270,9 +303,23 @@ class DiskTier:
         assert head is not None
         entry = _Entry(current, offset, head)
         entry.used = used
-        current.keys.append(head.ref.key)
-        with self._lock:
-            self._index[head.ref.key] = entry
+        self._enter(head.ref.key, entry)
+
+    def _keep_cap(self, owner: bytes, size: int = 0) -> bool:
+        """Give up an owner's oldest pages until so many bytes more are within its cap; False if they never are."""
+        while self._owners.above_cap(owner, size):
+            with self._lock:
+                key = next(iter(self._lines.get(owner, ())), None)
+                if key is None:
+                    return False
+                entry = self._index[key]
+                if entry.used >= 0 and entry.used >= self._round - len(self._segments):
+                    # Used of late: it stays once more.
+                    entry.used = -1
+                    self._lines[owner].move_to_end(key)
+                    continue
+            self._stats.evicted_pages += self._drop(key, entry)
+        return True
 
     def _make_room(self, size: int) -> None:
         """Give up the oldest segments until ``size`` more bytes fit."""
@@ -281,29 +328,49 @@ class DiskTier:
             return sum(segment.size + segment.index_bytes() for segment in self._segments)
 
         budget = REWRITTEN_SEGMENTS * self._segment_bytes
+        # Once around at most: floors keep less than all, so there is room by then.
+        around = len(self._segments) + 1
         while self._segments and taken() + HEADER_BYTES + size > self._limit:
             victim = self._segments.pop(0)
-            with self._lock:
-                found = [(key, self._index.get(key)) for key in victim.keys]
-            entries = [(key, entry) for key, entry in found if entry is not None and entry.segment is victim]
-            for key, entry in self._hot(entries, min(budget, self._reserve)) if self._segments else ():
-                budget -= entry.size
-                self._write_anew(key, entry)
-            gone = 0
-            with self._lock:
-                for key, entry in entries:
-                    if self._index.get(key) is entry:
-                        del self._index[key]
-                        gone += 1
-            self._stats.evicted_pages += gone
+            entries = self._entries_in(victim)
+            around -= 1
+            kept = self._within_floors(entries) if around > 0 else set[bytes]()
+            if self._segments:
+                kept_bytes = sum(entry.size for key, entry in entries if key in kept)
+                for key, entry in self._worth(entries, kept, min(budget + kept_bytes, self._reserve)):
+                    budget -= 0 if key in kept else entry.size
+                    self._write_anew(key, entry)
+            self._stats.evicted_pages += sum(self._drop(key, entry) for key, entry in entries)
             victim.path.unlink(missing_ok=True)
 
-    def _hot(self, entries: list[tuple[bytes, _Entry]], room: int) -> list[tuple[bytes, _Entry]]:
-        """The pages of a segment that are worth writing anew, in ``room`` bytes; parents before what stands on them."""
+    def _entries_in(self, segment: Segment) -> list[tuple[bytes, _Entry]]:
+        """The pages that are in a segment and nowhere else."""
+        with self._lock:
+            found = [(key, self._index.get(key)) for key in dict.fromkeys(segment.keys)]
+        return [(key, entry) for key, entry in found if entry is not None and entry.segment is segment]
+
+    def _within_floors(self, entries: list[tuple[bytes, _Entry]]) -> set[bytes]:
+        """Those of a segment's pages that their owners would be below their floors without. Their later ones go first:
+        a prefix is of use without its end."""
+        kept: set[bytes] = set()
+        gone: dict[bytes, int] = {}
+        for key, entry in reversed(entries):
+            less = gone.get(entry.owner, 0) + entry.size
+            if self._owners.may_lose(entry.owner, less):
+                gone[entry.owner] = less
+            else:
+                kept.add(key)
+        return kept
+
+    def _worth(self, entries: list[tuple[bytes, _Entry]], kept: set[bytes], room: int) -> list[tuple[bytes, _Entry]]:
+        """The pages of a segment to write anew, in ``room`` bytes: those to be kept, then what was used of late.
+
+        Parents come before what stands on them.
+        """
         oldest = self._round - len(self._segments) - 1
-        hot = [pair for pair in entries if pair[1].used >= 0 and pair[1].used >= oldest]
+        hot = [pair for pair in entries if pair[0] in kept or (pair[1].used >= 0 and pair[1].used >= oldest)]
         room -= 2 * HEADER_BYTES + 2 * TRAILER_BYTES  # a new segment may have to be begun, twice
-        hot.sort(key=lambda pair: (-pair[1].used, pair[1].offset))
+        hot.sort(key=lambda pair: (pair[0] not in kept, -pair[1].used, pair[1].offset))
         for count, (_, entry) in enumerate(hot):
             room -= entry.size + entry.head_bytes
             if room < 0:
@@ -338,10 +405,41 @@ class DiskTier:
             except OSError as error:
                 self._give_way(error)
 
-    def clear(self) -> None:
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
         with self._writing:
             with self._lock:
-                self._index.clear()
+                self._owners.allow(allowances)
+                lines = list(self._lines)
+            for owner in lines:
+                self._keep_cap(owner)
+
+    def drop_owner(self, tag: bytes) -> None:
+        """See ``Tier``. Segments that hold anything of the owner's are written anew without it."""
+        with self._writing:
+            with self._lock:
+                entries = [(key, self._index[key]) for key in self._lines.get(tag, ())]
+            for key, entry in entries:
+                self._drop(key, entry)
+            if not self._writable:
+                return
+            try:
+                if any(tag_of(key) == tag for key in self._namespaces):
+                    self._namespaces = {key: of for key, of in self._namespaces.items() if tag_of(key) != tag}
+                    write_namespaces(self.folder.path, list(self._namespaces.values()))
+                for segment in [segment for segment in self._segments if tag in segment.owners]:
+                    if segment is self._segments[-1]:
+                        segment.seal(self._seal)  # nothing more comes into it
+                    for key, entry in self._entries_in(segment):
+                        self._write_anew(key, entry)
+                        self._drop(key, entry)
+                    self._segments.remove(segment)
+                    segment.path.unlink(missing_ok=True)
+            except OSError as error:
+                self._give_way(error)
+
+    def clear(self) -> None:
+        with self._writing:
+            self._forget_all()
             for segment in self._segments:
                 if self.folder.writable:
                     segment.path.unlink(missing_ok=True)
@@ -358,6 +456,11 @@ class DiskTier:
             self._segments.clear()
             self._writing.release()
         self._writable = False
+        self._forget_all()
+        self.folder.close()
+
+    def _forget_all(self) -> None:
         with self._lock:
             self._index.clear()
-        self.folder.close()
+            self._lines.clear()
+            self._owners.clear()

@@ -70,8 +70,14 @@ class CacheFolder:
         except ConfigError:
             self.close()
             raise
-        name = b"secret's name, sealed" if sealed else b"secret's name"
+        # The number is that of the names' form: segments of another one are dropped.
+        name = b"secret's name 2, sealed" if sealed else b"secret's name 2"
         self.secret_name = blake3(name, key=self.secret).digest(16)
+
+    @staticmethod
+    def is_sealed(path: Path) -> bool:
+        """Whether what is stored there is encrypted."""
+        return (path / _SEALED).exists()
 
     def _take_lock(self) -> bool:
         try:

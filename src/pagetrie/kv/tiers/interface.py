@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pagetrie.kv.shares import Allowance
 
 Bytes: TypeAlias = NDArray[np.uint8]
 """The bytes of one page, uint8 [bytes_per_page], contiguous."""
@@ -147,6 +149,14 @@ class Tier(Protocol):
 
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
         """What a namespace's key stands for, for tiers that note it."""
+        ...
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """How much of it each owner of namespaces may have, by tag (``ChainKeys.tag``), where it is ours to bound."""
+        ...
+
+    def drop_owner(self, tag: bytes) -> None:
+        """Delete an owner's pages, where they are ours alone. May take long."""
         ...
 
     def clear(self) -> None:

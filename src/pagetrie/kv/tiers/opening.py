@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from pagetrie.errors import ConfigError
 from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
-from pagetrie.kv.tiers.disk import DiskTier
+from pagetrie.kv.tiers.disk import DiskTier, segment_paths
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import PageBytes, Tier
 from pagetrie.kv.tiers.ram import RamTier
@@ -49,6 +49,26 @@ class TierOptions:
 def derive_secret(text: str) -> bytes:
     """The 32 bytes that key the pages of servers which are given the same text."""
     return blake3(text.encode(), derive_key_context=_CONTEXT).digest()
+
+
+def sweep(path: Path, owners: Sequence[bytes], secret: bytes | None = None) -> int:
+    """Delete all pages of owners from a disk cache that no server uses. Returns the pages that went.
+
+    Raises:
+        FolderInUseError: a server does; it drops them itself when it is told.
+        ConfigError: the folder can't be used.
+    """
+    folder = CacheFolder(path, secret, sealed=CacheFolder.is_sealed(path))
+    # Room for all that is there and for a segment to be written anew: nothing else must go.
+    size = sum(segment.stat().st_size for segment in segment_paths(path))
+    tier = DiskTier(folder, 2 * size + (64 << 20))
+    before = tier.stats.pages
+    keys = ChainKeys(folder.secret)
+    for owner in owners:
+        tier.drop_owner(keys.tag(owner))
+    after = tier.stats.pages
+    tier.close()
+    return before - after
 
 
 def open_tiers(

@@ -1,16 +1,20 @@
-"""Host memory for pages that the pool evicted: one block, cut into slots, the least recently used goes first."""
+"""Host memory for pages that the pool evicted: one block, cut into slots; of the owner that gives, the least recently
+used goes first."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
 
 from pagetrie.errors import ConfigError
+from pagetrie.kv.keys import tag_of
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
+from pagetrie.kv.tiers.owners import Owners
 
 ENTRY_BYTES = 512
 """What a page costs besides its bytes (its key, its entry), rounded up; counted against the capacity."""
@@ -42,8 +46,10 @@ class RamTier:
         self._clock = clock
         self._memory = np.empty((slots, bytes_per_page), np.uint8)
         self._free = list(range(slots - 1, -1, -1))
-        # Key -> slot, the least recently used first.
-        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        # Key -> owner and slot; per owner its keys, the least recently used first.
+        self._slots: dict[bytes, tuple[bytes, int]] = {}
+        self._lines: dict[bytes, OrderedDict[bytes, None]] = {}
+        self._owners = Owners(slots * bytes_per_page)
         self._readers: dict[int, int] = {}
         # Forgotten while they were being read: free as soon as that ends.
         self._orphans: set[int] = set()
@@ -69,17 +75,18 @@ class RamTier:
                 count += 1
             # What is about to be asked for must not be what the next eviction from the pool pushes out.
             for key in reversed(keys[:count]):
-                self._slots.move_to_end(key)
+                self._use(key)
         return count
 
     def get(self, refs: Sequence[PageRef]) -> Iterator[Bytes]:
         for ref in refs:
             with self._lock:
-                slot = self._slots.get(ref.key)
-                if slot is None:
+                found = self._slots.get(ref.key)
+                if found is None:
                     self._stats.failed_pages += 1
                     return
-                self._slots.move_to_end(ref.key)
+                slot = found[1]
+                self._use(ref.key)
                 self._readers[slot] = self._readers.get(slot, 0) + 1
             started = self._clock()
             try:
@@ -101,12 +108,12 @@ class RamTier:
         stored = 0
         for ref, data in pages:
             with self._lock:
-                slot = self._slots.get(ref.key)
-                if slot is not None:
-                    self._slots.move_to_end(ref.key)
+                if ref.key in self._slots:
+                    self._use(ref.key)
                     stored += 1
                     continue
-                slot = self._take_slot()
+                owner = tag_of(ref.namespace)
+                slot = self._take_slot(owner)
                 if slot is None:
                     self._stats.refused_pages += 1
                     continue
@@ -115,22 +122,45 @@ class RamTier:
             with self._lock:
                 if ref.key in self._slots:  # somebody else was faster
                     self._free.append(slot)
-                self._slots.setdefault(ref.key, slot)
+                else:
+                    self._slots[ref.key] = owner, slot
+                    self._lines.setdefault(owner, OrderedDict())[ref.key] = None
+                    self._owners.add(owner, self._bytes_per_page)
                 self._stats.stored_pages += 1
                 self._stats.stored_bytes += self._bytes_per_page
             stored += 1
         self._stats.put_seconds += self._clock() - started
         return stored
 
-    def _take_slot(self) -> int | None:
+    def _use(self, key: bytes) -> None:
+        self._lines[self._slots[key][0]].move_to_end(key)
+
+    def _take_slot(self, taker: bytes) -> int | None:
+        if self._owners.above_cap(taker, self._bytes_per_page):
+            return self._evict(taker)
         if self._free:
             return self._free.pop()
-        for key, slot in self._slots.items():
+        giver = self._owners.giver(taker)
+        return None if giver is None else self._evict(giver)
+
+    def _evict(self, owner: bytes) -> int | None:
+        """Take an owner's least recently used slot that nobody reads."""
+        for key in self._lines.get(owner, ()):
+            slot = self._slots[key][1]
             if slot not in self._readers:
-                del self._slots[key]
+                self._remove(key)
                 self._stats.evicted_pages += 1
                 return slot
         return None
+
+    def _remove(self, key: bytes) -> int:
+        """Forget a page; returns its slot."""
+        owner, slot = self._slots.pop(key)
+        del self._lines[owner][key]
+        if not self._lines[owner]:
+            del self._lines[owner]
+        self._owners.remove(owner, self._bytes_per_page)
+        return slot
 
     def touch(self, key: bytes) -> None:
         """Nothing: what is used in the pool isn't needed here, and comes back when it is evicted there."""
@@ -138,14 +168,28 @@ class RamTier:
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
         """Nothing: pages here are never named anew."""
 
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        with self._lock:
+            self._owners.allow(allowances)
+            for owner in list(self._lines):
+                while self._owners.above_cap(owner) and (slot := self._evict(owner)) is not None:
+                    self._free.append(slot)
+
+    def drop_owner(self, tag: bytes) -> None:
+        with self._lock:
+            for key in list(self._lines.get(tag, ())):
+                self._release(self._remove(key))
+
+    def _release(self, slot: int) -> None:
+        if slot in self._readers:
+            self._orphans.add(slot)
+        else:
+            self._free.append(slot)
+
     def clear(self) -> None:
         with self._lock:
-            for slot in self._slots.values():
-                if slot in self._readers:
-                    self._orphans.add(slot)
-                else:
-                    self._free.append(slot)
-            self._slots.clear()
+            for key in list(self._slots):
+                self._release(self._remove(key))
 
     def close(self) -> None:
         self.clear()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
 
+from pagetrie.kv.keys import tag_of
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Tier, TierStats
 from pagetrie.kv.tokens import TOKEN_BYTES
 
@@ -44,6 +46,11 @@ class Keyring:
         self._keys[name] = self._cipher(blake3(namespace, derive_key_context=_CONTEXT).digest())
         if len(self._keys) > _REMEMBERED:
             self._keys.popitem(last=False)
+
+    def forget(self, tag: bytes) -> None:
+        """Drop the keys of an owner's namespaces."""
+        for name in [name for name in self._keys.copy() if tag_of(name) == tag]:
+            del self._keys[name]
 
     def get(self, name: bytes) -> AESGCM | None:
         return self._keys.get(name)
@@ -108,6 +115,12 @@ class SealedTier:
 
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
         """Nothing: pages are sealed under what this would give away."""
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        self._tier.allow(allowances)
+
+    def drop_owner(self, tag: bytes) -> None:
+        self._tier.drop_owner(tag)
 
     def clear(self) -> None:
         self._tier.clear()

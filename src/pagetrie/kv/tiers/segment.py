@@ -47,6 +47,7 @@ class Segment:
     Attributes:
         sealed: it has its index and takes no more records.
         keys: of the records, in order; kept by whoever appends.
+        owners: tags of whose they are; likewise.
     """
 
     def __init__(self, path: Path, descriptor: int, size: int, *, sealed: bool = False) -> None:
@@ -55,6 +56,7 @@ class Segment:
         self.size = size
         self.sealed = sealed
         self.keys: list[bytes] = []
+        self.owners: set[bytes] = set()
         self._heads: list[bytes] = []
         self._head_bytes = 0
         self._records_end = size

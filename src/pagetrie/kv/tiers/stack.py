@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageBytes, PageRef, Tier
 from pagetrie.kv.tiers.load import Load
 from pagetrie.kv.tiers.workers import ThreadWorker, Worker, WriteQueue
@@ -129,6 +130,21 @@ class TierStack:
         deadline = self.clock() + seconds
         done = [queue.wait(max(0.0, deadline - self.clock())) for queue in self._queues]
         return all(done)
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """How much of the local tiers each owner may have, by tag."""
+        for tier in self._victims:
+            tier.allow(allowances)
+        for queue in self._queues:
+            queue.worker.submit(partial(queue.tier.allow, allowances))
+
+    def drop_owner(self, tag: bytes) -> None:
+        """Delete an owner's pages, and what of them waits to be written; in the background where it takes long."""
+        for tier in self._victims:
+            tier.drop_owner(tag)
+        for queue in self._queues:
+            queue.forget(tag)
+            queue.worker.submit(partial(queue.tier.drop_owner, tag))
 
     def clear(self) -> None:
         """Forget every page in the local tiers, and what waits to be written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pagetrie.errors import ConfigError
+from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
 from pagetrie.kv.tiers.record import HEAD_BYTES, Signature, matches, pack_head, parse_head
 
@@ -171,6 +172,12 @@ class StoreTier:
 
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
         """Nothing: pages here are never named anew."""
+
+    def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
+        """Nothing: what a store holds, and gives up, is its own affair."""
+
+    def drop_owner(self, tag: bytes) -> None:
+        """Nothing: pages in a store have names that nobody can tell an owner from."""
 
     def clear(self) -> None:
         """Forget what is known of the store; what it holds belongs to others, too."""

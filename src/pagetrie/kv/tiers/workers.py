@@ -100,13 +100,17 @@ class WriteQueue:
             self.worker.submit(self._drain)
         return True
 
-    def forget(self) -> None:
-        """Drop what still waits."""
+    def forget(self, tag: bytes = b"") -> None:
+        """Drop what still waits, of namespaces whose names begin so."""
         with self._lock:
-            for ref, data in self._pages:
-                self._keys.discard(ref.key)
-                self.waiting_bytes -= data.nbytes
+            waiting = list(self._pages)
             self._pages.clear()
+            for ref, data in waiting:
+                if ref.namespace.startswith(tag):
+                    self._keys.discard(ref.key)
+                    self.waiting_bytes -= data.nbytes
+                else:
+                    self._pages.append((ref, data))
 
     def wait(self, seconds: float) -> bool:
         """Wait until all is written; False if time ran out."""
