@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ def arrive(recorder: TraceRecorder, name: str, time: float, ids: list[int], name
     recorder.on_arrival(ArrivalReport(name, time, ids, namespace, SamplingParams(), {}))
 
 
-def finish(recorder: TraceRecorder, name: str, tokens: int, *, last: bool = True) -> None:
-    recorder.on_finish(FinishReport(name, "stop", 1, 9, 1, tokens, 0, 1.0, None, None, None, last_of_request=last))
+def finish(recorder: TraceRecorder, name: str, tokens: int, *, last: bool = True, output: Sequence[int] = ()) -> None:
+    recorder.on_finish(
+        FinishReport(name, "stop", 1, 9, 1, tokens, 0, 1.0, None, None, None, last_of_request=last, output_ids=output)
+    )
 
 
 def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
@@ -68,3 +71,37 @@ def test_the_file_is_its_owners_and_never_overwritten(tmp_path: Path) -> None:
         TraceRecorder(file, 4)
     with pytest.raises(ConfigError, match="can't record"):
         TraceRecorder(tmp_path / "none" / "trace", 4)
+
+
+def test_it_tells_which_pages_begin_alike_but_not_across_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(file, 4)
+    first, turn = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21]
+    arrive(recorder, "a", 0.0, first)
+    finish(recorder, "a", 4, output=[7, 8, 9, 10])
+    arrive(recorder, "b", 1.0, turn)
+    arrive(recorder, "c", 2.0, turn[:10], b"another tenant")
+    finish(recorder, "b", 0)
+    finish(recorder, "c", 0)
+    recorder.close()
+    trace = read_trace(file)
+    a, b, c = trace.requests
+    whole, prompt = trace.prompt_ids(a) + trace.answer_ids(a), trace.prompt_ids(b)
+    assert len(whole) == 10 and len(prompt) == 11
+    assert whole[:9] == prompt[:9] and whole[9] != prompt[9]
+    assert not set(trace.prompt_ids(c)) & {*whole, *prompt}
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagetrie.engine.recording.KNOWN_TOKENS", 256)
+    file = tmp_path / "trace.jsonl"
+    recorder = TraceRecorder(file, 4)
+    prompts = [[number, *range(100, 100 + 4 * number)] for number in range(70)]
+    for number, prompt in enumerate([*prompts, *prompts]):
+        arrive(recorder, str(number), float(number), prompt)
+        finish(recorder, str(number), 1, output=[1])
+    recorder.close()
+    trace = read_trace(file)
+    assert [len(trace.prompt_ids(request)) for request in trace.requests] == [len(prompt) for prompt in prompts * 2]
+    pairs = zip(trace.requests[:70], trace.requests[70:], strict=True)
+    assert all(trace.prompt_ids(one) == trace.prompt_ids(again) for one, again in pairs)

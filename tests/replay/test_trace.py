@@ -84,3 +84,41 @@ def test_errors_name_the_line_and_the_reason(tmp_path: Path, lines: list[Any], m
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't read the trace"):
         read_trace(tmp_path / "none.jsonl")
+
+
+def test_pages_that_begin_alike(tmp_path: Path) -> None:
+    lines = [
+        {"pagetrie_trace": 1, "page_tokens": 4},
+        {"page": "c", "like": "b", "tokens": 2},
+        {"page": "d", "like": "c", "tokens": 3},
+        {"page": "e", "like": "c", "tokens": 1},
+        {"page": "b", "like": "d", "tokens": 1},  # the other way round
+        {"t": 0, "in": 6, "out": 3, "pages": ["a", "b"], "answer": ["c", "f"]},
+        {"t": 1, "in": 8, "out": 1, "pages": ["a", "d"]},
+        {"t": 2, "in": 7, "out": 1, "pages": ["a", "e"], "answer": ["e"]},
+    ]
+    trace = read_trace(write(tmp_path, *lines))
+    first, second, third = trace.requests
+    b, c, d = (trace.prompt_ids(request)[4:] for request in trace.requests)
+    answer = trace.answer_ids(first)
+    whole = [*b, *answer]
+    assert len(answer) == 3 and len(whole) == 5
+    assert d[0] == c[0] == whole[0] and c[:3] == whole[:3] and c[3] != whole[3] and d[1:] != c[1:3]
+    assert trace.answer_ids(second) == [] and len(trace.answer_ids(third)) == 1
+    ids = {*trace.prompt_ids(first), *answer, *trace.prompt_ids(second), *trace.prompt_ids(third)}
+    assert min(ids) > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"page": "a", "like": 1.5, "tokens": 2}, "must be page ids"),
+        ({"page": "a", "like": "b", "tokens": 4}, "between 1 and 3, got 4"),
+        ({"page": "a", "like": "b"}, "got None"),
+        ({"t": 0, "in": 4, "out": 5, "pages": ["a"], "answer": ["b"]}, "1 page ids for an answer of 5 tokens"),
+        ({"t": 0, "in": 4, "out": 5, "pages": ["a"], "answer": [None]}, "the answer's page ids must be"),
+    ],
+)
+def test_mistakes_about_pages_and_answers(tmp_path: Path, line: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_trace(write(tmp_path, {"pagetrie_trace": 1, "page_tokens": 4}, line))

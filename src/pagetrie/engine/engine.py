@@ -660,6 +660,7 @@ class Engine:
                 last_of_request=last,
                 time=now,
                 tenant=request.tenant.name,
+                output_ids=sequence.output_ids,
             )
         )
 

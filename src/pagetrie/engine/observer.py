@@ -107,7 +107,7 @@ class TokenReport:
 
 @dataclass(slots=True)
 class FinishReport:
-    """A choice ended, at ``time``. Times are seconds; ``None`` where the request never got so far."""
+    """A choice ended, at ``time``, with ``output_ids``. Times are seconds; ``None`` where it never got so far."""
 
     request_id: str
     reason: FinishReason
@@ -123,6 +123,7 @@ class FinishReport:
     last_of_request: bool
     time: float = 0.0
     tenant: str = ""
+    output_ids: Sequence[int] = ()
 
 
 class EngineObserver:

@@ -1,7 +1,8 @@
 """Full replay: the real engine, scheduler and cache manager, over a runner that costs time instead of computing.
 
 Each replica has a virtual clock. Requests arrive at the trace's times; between two arrivals every replica runs the
-steps that its clock allows. Prompts are made-up tokens that are equal where the trace's page ids are.
+steps that its clock allows. Prompts, and answers where the trace tells of them, are made-up tokens that are equal
+where the trace's are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pagetrie.engine.engine import Engine
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
-from pagetrie.engine.runner import SequenceResult, StepPlan, TokenLogprob
+from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager
 from pagetrie.kv.eviction import make_policy
@@ -26,7 +27,7 @@ from pagetrie.replay.trace import Trace, TraceRequest
 from pagetrie.sim import VirtualClock
 
 _ANSWER = 0
-"""The token that every answer is made of. Prompts' tokens begin at 1."""
+"""The token that answers are made of which the trace doesn't tell of. Prompts' tokens begin at 1."""
 _IDLE = 1e-3
 """Seconds that a step takes which finds nothing to compute."""
 _METER_EVERY = 64
@@ -154,13 +155,13 @@ def replay_engine(
         if not fleet[0].can_serve(request):
             outcome.refused += 1
             continue
-        prompt = _tokens(request, trace.page_tokens)
+        prompt, answer = trace.prompt_ids(request), trace.answer_ids(request)
 
         def stored(number: int, prompt: list[int] = prompt) -> int:
             return fleet[number].cache.stored_tokens(prompt, fleet[number].namespace)
 
         load = [replica.pending for replica in fleet]
-        fleet[router.choose(len(prompt), stored, load)].add(str(number), request, prompt)
+        fleet[router.choose(len(prompt), stored, load)].add(number, request, prompt, answer)
         on_progress(number + 1)
     for replica in fleet:
         replica.run_until(float("inf"))
@@ -168,14 +169,6 @@ def replay_engine(
     start = trace.requests[0].time if trace.requests else 0.0
     outcome.seconds = max((one.request.time + one.last - start for one in outcome.served), default=0.0)
     return outcome
-
-
-def _tokens(request: TraceRequest, page_tokens: int) -> list[int]:
-    ids: list[int] = []
-    for page in request.pages:
-        begin = 1 + page * page_tokens
-        ids += range(begin, begin + page_tokens)
-    return ids[: request.prompt_tokens]
 
 
 class _Plain:
@@ -190,15 +183,20 @@ class _Plain:
 
 
 class _CostRunner:
-    """Implements ``engine.runner.Runner``: lets time pass and answers with one and the same token."""
+    """Implements ``engine.runner.Runner``: lets time pass and answers as it was told, by the requests' seeds."""
 
     def __init__(self, clock: VirtualClock, cost: CostModel) -> None:
         self._clock = clock
         self._cost = cost
+        self.answers: dict[int, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> list[SequenceResult]:
         self._clock.advance(self._cost.seconds(plan))
-        return [SequenceResult([TokenLogprob(_ANSWER, 0.0) for _ in share.samples]) for share in plan.sequences]
+        return [SequenceResult([self._draw(spec) for spec in share.samples]) for share in plan.sequences]
+
+    def _draw(self, spec: SampleSpec) -> TokenLogprob:
+        answer, number = self.answers.get(spec.seed, ()), len(spec.output_ids)
+        return TokenLogprob(answer[number] if number < len(answer) else _ANSWER, 0.0)
 
 
 class _Replica(EngineObserver):
@@ -218,8 +216,9 @@ class _Replica(EngineObserver):
                 policy=policy,
             )
         )
+        self._runner = _CostRunner(self.clock, cost)
         self._engine = Engine(
-            runner=_CostRunner(self.clock, cost),
+            runner=self._runner,
             cache=self.cache,
             vocabulary=_Plain(),
             config=EngineConfig(
@@ -237,11 +236,13 @@ class _Replica(EngineObserver):
     def can_serve(self, request: TraceRequest) -> bool:
         return request.prompt_tokens + max(request.output_tokens, 1) <= self._engine.max_len
 
-    def add(self, name: str, request: TraceRequest, prompt: list[int]) -> None:
+    def add(self, number: int, request: TraceRequest, prompt: list[int], answer: list[int]) -> None:
+        name = str(number)
         served = self._serving[name] = Served(request)
+        self._runner.answers[number] = answer
         self._outcome.served.append(served)
         self.pending += request.prompt_tokens
-        params = SamplingParams(max_tokens=max(request.output_tokens, 1), temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=max(request.output_tokens, 1), temperature=0, ignore_eos=True, seed=number)
         self._engine.add(Request(name, prompt, params))
 
     def run_until(self, time: float) -> None:
@@ -279,4 +280,4 @@ class _Replica(EngineObserver):
             self.pending -= served.request.prompt_tokens
 
     def on_finish(self, report: FinishReport) -> None:
-        del self._serving[report.request_id]
+        del self._serving[report.request_id], self._runner.answers[int(report.request_id)]

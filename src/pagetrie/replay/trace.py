@@ -29,12 +29,14 @@ class TraceRequest:
         prompt_tokens, output_tokens: lengths.
         pages: ids of the prompt's pages, prefix-chained: an equal id means an equal page behind an equal prefix. The
             last page may be filled in part.
+        answer: ids of the pages that hold the answer, from the one that the prompt ends in; empty if they aren't known.
     """
 
     time: float
     prompt_tokens: int
     output_tokens: int
     pages: list[int]
+    answer: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -43,16 +45,42 @@ class Trace:
 
     Attributes:
         page_tokens: tokens per page id.
+        alike: for a page that begins like another one behind the same prefix, that one and how many tokens they have
+            in common.
     """
 
     name: str
     page_tokens: int
     requests: list[TraceRequest] = field(default_factory=list)
+    alike: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def pages(self) -> int:
         """Pages asked for, over all requests."""
         return sum(len(request.pages) for request in self.requests)
+
+    def prompt_ids(self, request: TraceRequest) -> list[int]:
+        """Made-up tokens, from 1 on, that are equal where those of the recorded prompts were."""
+        return self._tokens(request.pages)[: request.prompt_tokens]
+
+    def answer_ids(self, request: TraceRequest) -> list[int]:
+        """The same for its answer; empty if its pages aren't known."""
+        begin = request.prompt_tokens % self.page_tokens
+        return self._tokens(request.answer)[begin : begin + request.output_tokens]
+
+    def _tokens(self, pages: Iterable[int]) -> list[int]:
+        size, ids = self.page_tokens, []
+        for page in pages:
+            begin = size
+            tokens: list[int] = []
+            # The end is the page's own, what comes before it is another's, as far as they are alike.
+            while page in self.alike:
+                other, count = self.alike[page]
+                count = min(count, begin)
+                tokens[:0] = range(1 + page * size + count, 1 + page * size + begin)
+                page, begin = other, count
+            ids += [*range(1 + page * size, 1 + page * size + begin), *tokens]
+        return ids
 
 
 def read_trace(path: Path, *, form: TraceFormat | None = None, page_tokens: int | None = None) -> Trace:
@@ -63,7 +91,8 @@ def read_trace(path: Path, *, form: TraceFormat | None = None, page_tokens: int 
     vllm         the same fields (its ``timed_trace`` data set), 16 tokens per id unless told
     bailian      {"chat_id", "parent_chat_id", "timestamp": s, "input_length", "output_length", "type", "turn",
                  "hash_ids"}, 16 tokens per id
-    pagetrie     {"pagetrie_trace": 1, "page_tokens": n}, then {"t": s, "in", "out", "pages": [...]}, as
+    pagetrie     {"pagetrie_trace": 1, "page_tokens": n}, then {"t": s, "in", "out", "pages": [...], "answer": [...]},
+                 the last one optional, and {"page", "like", "tokens": n} for pages that begin alike, as
                  ``serve --record`` writes it
     ===========  ===========================================================================================
 
@@ -104,6 +133,9 @@ def _parse(name: str, lines: Iterable[str], form: TraceFormat | None, page_token
     fields = ("t", "in", "out", "pages") if form == "pagetrie" else _LONG_FIELDS
     ids: dict[int | str, int] = {}
     for number, line in rest:
+        if form == "pagetrie" and "like" in line:
+            _alike(f"{name}, line {number}", line, trace, ids)
+            continue
         trace.requests.append(_request(f"{name}, line {number}", line, fields, scale, size, ids))
     trace.requests.sort(key=lambda request: request.time)
     return trace
@@ -154,6 +186,20 @@ def _usual_size(form: TraceFormat | None, first: dict[str, Any]) -> int:
     return MOONCAKE_PAGE_TOKENS if form == "mooncake" else VLLM_PAGE_TOKENS
 
 
+def _alike(where: str, line: dict[str, Any], trace: Trace, ids: dict[int | str, int]) -> None:
+    page, like, count = (line.get(key) for key in ("page", "like", "tokens"))
+    if not isinstance(page, int | str) or not isinstance(like, int | str):
+        raise ConfigError(f"{where}: page and like must be page ids")
+    if not isinstance(count, int) or not 0 < count < trace.page_tokens:
+        raise ConfigError(f"{where}: tokens must be between 1 and {trace.page_tokens - 1}, got {count!r}")
+    number, other = (ids.setdefault(one, len(ids)) for one in (page, like))
+    above: int | None = other
+    while above is not None and above != number:
+        above = trace.alike[above][0] if above in trace.alike else None
+    if above is None:  # else it has long been told the other way round
+        trace.alike.setdefault(number, (other, count))
+
+
 def _request(
     where: str,
     line: dict[str, Any],
@@ -178,6 +224,11 @@ def _request(
             f"{where}: {len(pages)} page ids for {prompt} tokens; at {page_tokens} tokens per page "
             f"{-(-prompt // page_tokens)} were expected (other sizes: --page-tokens)"
         )
+    answer = line.get("answer", [])
+    if not isinstance(answer, list) or not all(isinstance(page, int | str) for page in answer):
+        raise ConfigError(f"{where}: the answer's page ids must be a list of numbers or strings")
+    if answer and len(answer) != -(-(prompt % page_tokens + output) // page_tokens):
+        raise ConfigError(f"{where}: {len(answer)} page ids for an answer of {output} tokens")
     # Ids are renumbered from 0, so that any of them fits 32 bits.
-    numbered = [ids.setdefault(page, len(ids)) for page in pages]
-    return TraceRequest(time * scale, prompt, output, numbered)
+    numbered, answered = ([ids.setdefault(page, len(ids)) for page in part] for part in (pages, answer))
+    return TraceRequest(time * scale, prompt, output, numbered, answered)
