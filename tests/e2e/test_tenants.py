@@ -125,6 +125,23 @@ def test_contexts_and_requests_of_others_read_as_if_they_did_not_exist(site: Sit
         assert theirs.json()["error"]["code"] == none.json()["error"]["code"] == code
     used = site.call(site.mallory, "POST", "/v1/completions", context=made["id"], max_tokens=1)
     assert used.status_code == 404
+    # By whatever verb, and with whatever salt: as for an id that nobody has.
+    for path, body in (
+        ("/v1/contexts/{}/fork", {"n": 2}),
+        ("/v1/contexts/{}/append", {"prompt": "and so on"}),
+        ("/v1/completions", {"context": "{}", "prompt": "x", "append": True, "max_tokens": 1}),
+        ("/v1/chat/completions", {"context": "{}", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/completions", {"context": "{}", "cache_salt": "alice", "max_tokens": 1}),
+    ):
+        answers = []
+        for name in (made["id"], "ctx-none"):
+            filled = {key: value.format(name) if key == "context" else value for key, value in body.items()}
+            answer = site.call(site.mallory, "POST", path.format(name), **filled)
+            answers.append((answer.status_code, answer.text.replace(name, "ID")))
+        assert answers[0] == answers[1] and answers[0][0] == 404, path
+    for salt in ("mine", "alice"):
+        assert site.call(site.alice, "GET", f"/v1/contexts/{made['id']}?cache_salt={salt}").status_code == 404
+    assert made["id"] not in site.call(site.alice, "GET", "/v1/contexts?cache_salt=mine").text
     assert site.call(site.mallory, "GET", "/v1/contexts").json()["data"] == []
     assert site.call(site.mallory, "DELETE", f"/v1/contexts/{made['id']}").status_code == 404
     assert site.call(site.alice, "DELETE", f"/v1/contexts/{made['id']}").status_code == 200

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv import Allowance, CacheManager, Hold, Lease, encode_namespace, owner_id
@@ -54,6 +56,16 @@ def test_an_owner_is_its_tenant_or_the_public_whatever_salt_and_whatever_follows
     assert owner_of(extend_namespace(space("a"), "~after public", b"x")) == OWNERS["a"]
     assert owner_of(PUBLIC) == owner_id("public", b"salt") != owner_id("tenant", b"salt")
     assert owner_of(encode_namespace({"tenant": None, "salt": "s"})) == owner_of(b"anything") == b""
+
+
+@given(st.binary(max_size=80), st.binary(max_size=40))
+def test_whatever_bytes_come_have_one_owner_or_none(tail: bytes, tenant: bytes) -> None:
+    """What isn't a namespace belongs to nobody; what follows a tenant's part makes nobody another one's."""
+    start = encode_namespace({})
+    assert owner_of(tail) == b"" or tail.startswith(start)
+    named = encode_namespace({"tenant": tenant})
+    assert owner_of(named) == owner_id("tenant", tenant)
+    assert owner_of(named + tail) in (owner_of(named), b"") or b"tenant" in tail or b"public" in tail
 
 
 # -- against a model -------------------------------------------------------------------------------------------------

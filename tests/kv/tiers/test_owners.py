@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pagetrie.kv import Allowance, encode_namespace, owner_id
 from pagetrie.kv.keys import TAG_BYTES, tag_of
 from pagetrie.kv.tiers.disk import FLOORS, DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder
-from pagetrie.kv.tiers.interface import PageRef, Tier
+from pagetrie.kv.tiers.interface import Bytes, PageRef, Tier
 from pagetrie.kv.tiers.opening import sweep
 from pagetrie.kv.tiers.owners import Owners
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
@@ -250,6 +251,26 @@ def test_sealed_pages_of_an_owner_can_be_deleted_without_its_key(tmp_path: Path)
     tier.close()
     assert sweep(tmp_path, [OWNERS["a"]], SECRET) == 10
     assert not any(ref.key in bytes_of(tmp_path) for ref in mine)
+
+
+def test_a_flood_of_writes_takes_turns_and_gives_way() -> None:
+    written: list[PageRef] = []
+
+    class Shelf(RamTier):
+        def put(self, pages: Sequence[tuple[PageRef, Bytes]]) -> int:
+            written.extend(ref for ref, _ in pages)
+            return super().put(pages)
+
+    worker = ManualWorker()
+    queue = WriteQueue(Shelf(100 * (PAGE_BYTES + ENTRY_BYTES), PAGE_BYTES), worker, 40 * PAGE_BYTES)
+    flood, mine = pages("a", 60), pages("b", 8)
+    assert [queue.offer(ref, content(ref)) for ref in flood] == [True] * 40 + [False] * 20
+    assert all(queue.offer(ref, content(ref)) for ref in mine)
+    assert queue.dropped_pages == 28 and queue.waiting_bytes == 40 * PAGE_BYTES
+    worker.run()
+    # Every second batch is the other one's, and the flood's first pages stay.
+    assert written == [*flood[:16], *mine, *flood[16:32]]
+    assert queue.waiting_bytes == 0 and all(queue.lacks(ref.key) for ref in flood[32:])
 
 
 def test_what_waits_to_be_written_goes_too() -> None:

@@ -6,11 +6,12 @@ import contextlib
 import logging
 import os
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
+from pagetrie.kv.keys import tag_of
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Tier
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class ThreadWorker:
 class WriteQueue:
     """Pages on their way to a tier, bounded in bytes. What doesn't fit is dropped, never waited for.
 
+    Owners take turns, and where there is no room, whoever has most waiting loses its last page to one that has less.
+
     Args:
         tier: where they go.
         worker: who brings them.
@@ -72,7 +75,9 @@ class WriteQueue:
         self.dropped_pages = 0
         self.waiting_bytes = 0
         self._capacity = capacity
-        self._pages: deque[tuple[PageRef, Bytes]] = deque()
+        # Per owner what waits, and its bytes; whose turn it is first.
+        self._lines: OrderedDict[bytes, deque[tuple[PageRef, Bytes]]] = OrderedDict()
+        self._bytes: dict[bytes, int] = {}
         self._keys: set[bytes] = set()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -88,11 +93,14 @@ class WriteQueue:
 
     def offer(self, ref: PageRef, data: Bytes) -> bool:
         """Queue a page, whose bytes must not change any more. False if there is no room."""
+        owner = tag_of(ref.namespace)
         with self._lock:
             if self.waiting_bytes + data.nbytes > self._capacity:
                 self.dropped_pages += 1
-                return False
-            self._pages.append((ref, data))
+                if not self._displace(owner, data.nbytes):
+                    return False
+            self._lines.setdefault(owner, deque()).append((ref, data))
+            self._bytes[owner] = self._bytes.get(owner, 0) + data.nbytes
             self._keys.add(ref.key)
             self.waiting_bytes += data.nbytes
             start, self._draining = not self._draining, True
@@ -103,14 +111,27 @@ class WriteQueue:
     def forget(self, tag: bytes = b"") -> None:
         """Drop what still waits, of namespaces whose names begin so."""
         with self._lock:
-            waiting = list(self._pages)
-            self._pages.clear()
-            for ref, data in waiting:
-                if ref.namespace.startswith(tag):
+            for owner in [owner for owner in self._lines if owner.startswith(tag)]:
+                for ref, data in self._lines.pop(owner):
                     self._keys.discard(ref.key)
                     self.waiting_bytes -= data.nbytes
-                else:
-                    self._pages.append((ref, data))
+                del self._bytes[owner]
+
+    def _displace(self, owner: bytes, size: int) -> bool:
+        """Drop the last page of whoever has most waiting, if that makes room for one that has less."""
+        most = max(self._bytes, key=lambda other: self._bytes[other], default=owner)
+        if self._bytes.get(most, 0) <= self._bytes.get(owner, 0) + size:
+            return False
+        ref, data = self._lines[most].pop()
+        self._keys.discard(ref.key)
+        self.waiting_bytes -= data.nbytes
+        self._took(most, data.nbytes)
+        return self.waiting_bytes + size <= self._capacity
+
+    def _took(self, owner: bytes, size: int) -> None:
+        self._bytes[owner] -= size
+        if not self._lines[owner]:
+            del self._lines[owner], self._bytes[owner]
 
     def wait(self, seconds: float) -> bool:
         """Wait until all is written; False if time ran out."""
@@ -120,11 +141,14 @@ class WriteQueue:
     def _drain(self) -> None:
         while True:
             with self._lock:
-                if not self._pages:
+                if not self._lines:
                     self._draining = False
                     self._idle.notify_all()
                     return
-                batch = [self._pages.popleft() for _ in range(min(BATCH_PAGES, len(self._pages)))]
+                owner, line = next(iter(self._lines.items()))
+                batch = [line.popleft() for _ in range(min(BATCH_PAGES, len(line)))]
+                self._lines.move_to_end(owner)
+                self._took(owner, sum(data.nbytes for _, data in batch))
             try:
                 self.tier.put(batch)
             finally:
