@@ -32,7 +32,8 @@ class Server:
                 break
         else:
             raise AssertionError("the server didn't start:\n" + "".join(self.log))
-        threading.Thread(target=lambda: self.log.extend(self.process.stdout or ()), daemon=True).start()
+        self.reader = threading.Thread(target=lambda: self.log.extend(self.process.stdout or ()), daemon=True)
+        self.reader.start()
         self.http = httpx.Client(base_url=self.url, timeout=300)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
