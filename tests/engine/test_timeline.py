@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from pagetrie.engine.live import LiveView
 from pagetrie.engine.observer import Observers
 from pagetrie.engine.timeline import Timeline, percentiles
+from pagetrie.kv.picture import ACTIVE, LOADING
+from tests.engine.test_tiers import PROMPT, stored
+from tests.engine.tiers import ToldTier
 from tests.engine.toy import World
 
 
@@ -71,6 +76,23 @@ def test_a_snapshot_shows_running_waiting_and_ended_requests() -> None:
     assert shown["2"].phases == [("queued", 0.0)] and shown["0"].generated_tokens == 1
     assert snapshot.prompt_tokens == 3 + 5 + 5 and snapshot.cached_by_tier == {"pool": 0}
     assert sum(snapshot.stats.__getattribute__(f"{state}_pages") for state in ("free", "active", "cached")) == 64
+
+
+def test_a_snapshot_shows_pages_on_their_way_and_where_cached_tokens_came_from() -> None:
+    timeline = Timeline()
+    world = stored(ToldTier(), observer=timeline)
+    view = LiveView(timeline)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    snapshot = view.take(world.engine)
+    counts = Counter(snapshot.picture.states)
+    assert counts[LOADING] == snapshot.stats.loading_pages == 10 and counts[ACTIVE] == 0
+    assert [request.phases[-1][0] for request in snapshot.requests if not request.reason] == ["queued"]
+    world.work()
+    world.finish()
+    snapshot = view.take(world.engine)
+    assert LOADING not in snapshot.picture.states
+    assert snapshot.cached_by_tier == {"pool": 0, "disk": 40} and snapshot.prompt_tokens == 2 * len(PROMPT)
 
 
 @pytest.mark.parametrize(
