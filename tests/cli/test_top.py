@@ -109,7 +109,10 @@ def test_once_shows_what_the_server_knows(served: Served) -> None:
     assert f"free {stats.free_pages}" in text and f"cached {stats.cached_pages}" in text and "of 100 pages" in text
     assert "running 0" in text and "ended: 4 length" in text
     [acme] = [line.split("|") for line in text.splitlines() if line.startswith("|acme")][:1]
-    assert [cell.strip() for cell in acme[1:8]] == ["acme", "0", "3", "0", "174", "114", "15"]
+    cells = [cell.strip() for cell in acme[1:10]]
+    assert cells[:2] == ["acme", "0"] and cells[3:] == ["0", "3", "0", "174", "114", "15"]
+    shares = {share.owner: share.cached for share in served.world.cache.index.shares}
+    assert int(cells[2]) in shares.values() and int(cells[2]) > 10
     assert "cmpl-4-0" in text and "not yours to read" in text
     # Text of users can't drive the terminal, and only the key's own tenant's is shown.
     assert "·[31mred·" in text and "\x1b" not in text and "\x07" not in text and "agents" not in text
@@ -122,6 +125,8 @@ def test_json_is_the_frame_and_more(served: Served) -> None:
     told = json.loads(output.getvalue())
     assert told["pages"]["total"] == 100 and told["load"]["generated_tokens"] == 5 and told["rates"] == {}
     assert told["finished"]["length"] == 1 and told["tenants"]["acme"]["prompt_tokens"] == len(TRUNK)
+    acme = told["tenants"]["acme"]
+    assert (acme["active_pages"], acme["cached_pages"]) == (0, told["pages"]["cached"])
     assert told["totals"]["prompt_tokens"] == len(TRUNK) and told["totals"]["memory_bytes"] > 0
 
 

@@ -37,7 +37,8 @@ class Sample:
         totals: ``prompt_tokens`` and ``cached_tokens`` since the start, ``memory_bytes``, ``started`` (seconds since
             the epoch).
         finished: choices by how they ended, since the start.
-        tenants: ``in_flight`` and counts since the start, by tenant; empty without API keys.
+        tenants: by tenant, what ``pagetrie:tenant_*`` says (``in_flight``, ``active_pages``, ``cached_pages``, counts
+            since the start); empty without API keys.
     """
 
     frame: dict[str, Any]
@@ -132,5 +133,7 @@ def _sample(frame: dict[str, Any], metrics: str) -> Sample:
                 sample.finished[labels["finished_reason"]] = value
             elif name.startswith(_TENANT) and not name.endswith("_created"):
                 count = name.removeprefix(_TENANT).removesuffix("_total")
+                if "state" in labels:
+                    count = f"{labels['state']}_{count}"
                 sample.tenants.setdefault(labels["tenant"], {})[count] = value
     return sample

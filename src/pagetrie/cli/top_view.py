@@ -19,6 +19,9 @@ _STYLES = {"active": "green", "cached": "blue", "loading": "yellow", "free": "di
 _BLOCKS = {"active": "█", "cached": "▒", "loading": "▓", "free": "·"}
 _ASCII_BLOCKS = {"active": "#", "cached": "=", "loading": "+", "free": "."}
 _PHASES = {"queued": "yellow", "prefill": "cyan", "decode": "green", "preempted": "red", "done": "dim"}
+_TENANT_COLUMNS = (
+    "tenant", "active pages", "cached pages", "in flight", "admitted", "refused", "prompt", "cached", "generated"
+)  # fmt: skip
 # Of an edge: see EDGE_FIELDS of the server's live_frame.
 _PARENT, _OWNER, _TOKENS, _BELOW, _LEAVES, _HEAT, _LABEL = 1, 2, 4, 6, 7, 10, 12
 
@@ -134,6 +137,8 @@ def _tenants(sample: Sample) -> TableOf:
     rows = [
         [
             _printable(name),
+            f"{int(count.get('active_pages', 0)):,}",
+            f"{int(count.get('cached_pages', 0)):,}",
             f"{int(count.get('in_flight', 0)):,}",
             f"{int(count.get('admitted', 0)):,}",
             f"{int(count.get('refused', 0)):,}",
@@ -143,7 +148,7 @@ def _tenants(sample: Sample) -> TableOf:
         ]
         for name, count in sorted(sample.tenants.items())
     ]
-    return TableOf(("tenant", "in flight", "admitted", "refused", "prompt", "cached", "generated"), rows, left=1)
+    return TableOf(_TENANT_COLUMNS, rows, left=1)
 
 
 def _prefixes(sample: Sample) -> TableOf:
