@@ -1,7 +1,7 @@
 """Does paper agree with the machine? ``python -m bench.agreement [--requests N] [--json]``. Takes about a minute.
 
-1. Planner: first token of a 2,000-token prompt, and time per token of 16 sequences at once, as ``plan`` predicts
-   them from shorter runs, against the engine.
+1. Planner: pages that fit, against the engine's pool; first token of a 2,000-token prompt, and time per token of 16
+   sequences at once, as ``plan`` predicts them from shorter runs, against the engine.
 2. Replay: the engine is given requests at random times while it records them; the recording, replayed with the measured
    step costs and the same pool, must show the same hit rate and the same median time to first token.
 """
@@ -18,16 +18,22 @@ from pathlib import Path
 from statistics import median
 
 from pagetrie.assembly import Parts, build
+from pagetrie.cli.plan import BUNDLED
 from pagetrie.engine.observer import AdmissionReport, EngineObserver, Observers, TokenReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.recording import TraceRecorder
 from pagetrie.engine.request import Request
+from pagetrie.plan.devices import Device
+from pagetrie.plan.estimate import Efficiency, Planner
 from pagetrie.plan.measure import StepRecorder, measure
+from pagetrie.plan.shapes import SHAPES
 from pagetrie.replay.engine import ReplicaOptions, percentiles, replay_engine
 from pagetrie.replay.trace import read_trace
-from pagetrie.settings import Settings
+from pagetrie.settings import Settings, format_size
 
 POOL, PAGE = 192, 16
+MEMORY = 512 << 20
+"""Of the engine that the planner is compared with, in bytes."""
 LONG, BATCH = 2000, 16
 
 
@@ -81,9 +87,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     rng, recorder, watch = random.Random(1), StepRecorder(), Watch()
-    parts = build(Settings(num_pages=1024), make_observer=lambda *_: Observers([recorder, watch]))
+    parts = build(Settings(kv_memory=MEMORY), make_observer=lambda *_: Observers([recorder, watch]))
     timings = measure(parts.engine, recorder, parts.config.vocab_size)
     found: dict[str, tuple[float, float]] = {}
+    device = Device("its pool alone", 1.0 + MEMORY, 1.0, 1.0)
+    pages = Planner(SHAPES[BUNDLED], device, 1.0, Efficiency(memory=1.0)).pages(PAGE, "fp16")
+    found[f"pages in {format_size(MEMORY)}"] = pages, parts.cache.num_pages
 
     watch.first.clear()
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, use_prefix_cache=False)

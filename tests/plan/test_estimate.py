@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from pagetrie.assembly import pool_pages
 from pagetrie.engine.runner import SequenceStep, StepPlan
 from pagetrie.errors import ConfigError
+from pagetrie.models.config import Architecture, ModelConfig, RopeConfig
 from pagetrie.plan.devices import DEVICES, Device
 from pagetrie.plan.estimate import Efficiency, Load, Planner
 from pagetrie.plan.shapes import SHAPES, shape_from_config
+from pagetrie.runner.storage import KvDtype, bytes_per_page
+from pagetrie.settings import Settings
 
 MIB, GIB = 2**20, 2**30
 FULL = Efficiency(1.0, 1.0, 1.0)
@@ -147,6 +151,20 @@ def test_a_config_gives_the_known_shape(name: str, tmp_path: Path) -> None:
     for field in fields:
         assert getattr(read, field) == getattr(known, field), field
     assert shape_from_config(tmp_path / "config.json") == read
+
+
+@pytest.mark.parametrize("page", [8, 16, 64])
+@pytest.mark.parametrize("codec", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b", "mistral-7b-v0.3"])
+def test_as_many_pages_fit_as_a_server_makes(name: str, codec: KvDtype, page: int) -> None:
+    shape, memory = SHAPES[name], 3 * GIB + 12_345
+    architecture: Architecture = "qwen3" if "qwen3" in name else "mistral" if "mistral" in name else "llama"
+    config = ModelConfig(
+        architecture, name, 32_000, shape.hidden, 4 * shape.hidden, shape.layers, shape.heads, shape.kv_heads,
+        shape.head_dim, 1e-6, shape.context, RopeConfig(),
+    )  # fmt: skip
+    made = pool_pages(Settings(kv_memory=memory, page_size=page), bytes_per_page(config, page, codec))
+    assert Planner(shape, Device("this", 10e9 + memory, 1.0, 1.0), 10e9, FULL).pages(page, codec) == made
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,10 @@ class Planner:
         """Keys and values of one sequence."""
         return self.shape.cached_values(tokens) * BITS[codec] / 8
 
+    def pages(self, page: int, codec: str) -> int:
+        """Pages of ``page`` tokens that fit. A server gives all layers whole pages, with a window or not."""
+        return int(self.cache_bytes // (page * self.shape.values_per_token() * BITS[codec] / 8))
+
     def fit(self, load: Load, codec: str) -> Fit:
         """How many sequences of a load fit, all at their full length: a promise that needs no preemption."""
         lengths = load.lengths()

@@ -8,6 +8,7 @@ where the trace's are.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,9 +23,10 @@ from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager
 from pagetrie.kv.eviction import make_policy
 from pagetrie.kv.metering import MeteredCache
+from pagetrie.kv.transfers import Transfers
 from pagetrie.replay.routing import Router, Routing
 from pagetrie.replay.trace import Trace, TraceRequest
-from pagetrie.sim import VirtualClock
+from pagetrie.sim import SimTierOptions, VirtualClock, VirtualThreads, sim_transfers
 
 _ANSWER = 0
 """The token that answers are made of which the trace doesn't tell of. Prompts' tokens begin at 1."""
@@ -49,6 +51,8 @@ class ReplicaOptions:
         page_size: tokens per page.
         eviction, index: as for ``pagetrie serve``.
         max_num_seqs, max_num_batched_tokens: the scheduler's limits.
+        tiers: below the pool, fastest first; each replica has its own.
+        bytes_per_token: of keys and values; decides what tiers hold and how long a load takes.
     """
 
     num_pages: int
@@ -57,6 +61,8 @@ class ReplicaOptions:
     index: str = "radix"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    tiers: tuple[SimTierOptions, ...] = ()
+    bytes_per_token: int = 0
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ class Outcome:
         refused: requests that could never fit, left out of all other figures.
         seconds: virtual time from the first arrival to the last token.
         computed_tokens, evicted_pages, preemptions, steps: summed over the replicas.
+        loaded_tokens: of the cached tokens, those that came from a tier below the pool, by its name.
         held_slots, used_slots: token slots in held pages, and those that hold a token, summed over looks at them.
     """
 
@@ -94,8 +101,15 @@ class Outcome:
     evicted_pages: int = 0
     preemptions: int = 0
     steps: int = 0
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
     held_slots: int = 0
     used_slots: int = 0
+
+    def hit_rates(self) -> dict[str, float]:
+        """The hit rate by where the tokens were found: ``pool``, then the tiers that gave any."""
+        total = sum(one.request.prompt_tokens for one in self.served)
+        tiers = {name: tokens / total for name, tokens in self.loaded_tokens.items()}
+        return {"pool": self.hit_rate - sum(tiers.values()), **tiers}
 
     @property
     def hit_rate(self) -> float:
@@ -165,6 +179,7 @@ def replay_engine(
         on_progress(number + 1)
     for replica in fleet:
         replica.run_until(float("inf"))
+        replica.close()
         outcome.evicted_pages += replica.cache.stats().evicted_pages
     start = trace.requests[0].time if trace.requests else 0.0
     outcome.seconds = max((one.request.time + one.last - start for one in outcome.served), default=0.0)
@@ -208,12 +223,18 @@ class _Replica(EngineObserver):
         self._outcome = outcome
         self._serving: dict[str, Served] = {}
         policy = make_policy(options.eviction, options.num_pages, options.page_size, self.clock)
+        page_bytes = options.page_size * options.bytes_per_token
+        self._transfers: Transfers | None = None
+        self._threads: VirtualThreads | None = None
+        if options.tiers:
+            self._transfers, self._threads = sim_transfers(options.tiers, page_bytes, self.clock)
         self.cache = MeteredCache(
             CacheManager(
                 num_pages=options.num_pages,
                 page_size=options.page_size,
                 index=options.index,  # type: ignore[arg-type]
                 policy=policy,
+                transfers=self._transfers,
             )
         )
         self._runner = _CostRunner(self.clock, cost)
@@ -250,11 +271,25 @@ class _Replica(EngineObserver):
         engine, clock = self._engine, self.clock
         while engine.has_work and clock.now < time:
             before = clock.now
+            if self._threads is not None:
+                self._threads.run()
             engine.step()
             if clock.now == before:  # nothing could be computed
-                clock.advance(_IDLE)
+                clock.now = min(time, self._next_event())
         if clock.now < time < float("inf"):
             clock.now = time
+
+    def _next_event(self) -> float:
+        """When there may be something to compute, if there is nothing now."""
+        now, events = self.clock.now, []
+        if self._threads is not None and self._transfers is not None:
+            events = [self._threads.next_due(), self._transfers.next_deadline()]
+        return min((event for event in events if event is not None and event > now), default=now + _IDLE)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self._threads is not None:
+            self._threads.close()
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 
@@ -270,6 +305,7 @@ class _Replica(EngineObserver):
 
     def on_admission(self, report: AdmissionReport) -> None:
         self._serving[report.request_id].cached_tokens = report.cached_tokens
+        self._outcome.loaded_tokens.update(report.cached_by_tier)
 
     def on_token(self, report: TokenReport) -> None:
         served = self._serving[report.request_id]

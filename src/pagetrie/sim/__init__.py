@@ -7,5 +7,18 @@ from pagetrie.sim.clock import VirtualClock
 from pagetrie.sim.cost import StepCost
 from pagetrie.sim.memory import PageContentError, PageMemory, extend_prefix
 from pagetrie.sim.runner import SimRunner, draw
+from pagetrie.sim.threads import VirtualThreads
+from pagetrie.sim.tiers import SimTierOptions, sim_transfers
 
-__all__ = ["PageContentError", "PageMemory", "SimRunner", "StepCost", "VirtualClock", "draw", "extend_prefix"]
+__all__ = [
+    "PageContentError",
+    "PageMemory",
+    "SimRunner",
+    "SimTierOptions",
+    "StepCost",
+    "VirtualClock",
+    "VirtualThreads",
+    "draw",
+    "extend_prefix",
+    "sim_transfers",
+]
