@@ -44,8 +44,9 @@ def test_what_the_pool_forgot_comes_back_from_where_it_is() -> None:
         outcome = serve(tier(name, 100))
         assert outcome.hit_rates() == pytest.approx({"pool": 0, name: most}, abs=0.01)
         assert outcome.hit_rate == pytest.approx(most, abs=0.01)
-        # 20 pages of 1,600 bytes at 1 MB/s take 32 ms, computing them 3.2 s.
-        assert 0.03 < outcome.served[-1].first < 0.2 < 3.2 < outcome.served[0].first
+        # 19 pages of 1,600 bytes at 1 MB/s, then a step of 16 tokens; without, a step of 320.
+        assert outcome.served[-1].first == pytest.approx(0.001 + 19 * 0.0016 + 0.01 + 0.16)
+        assert outcome.served[0].first == pytest.approx(0.01 + 3.2)
 
 
 def test_ram_is_asked_before_disk() -> None:

@@ -281,10 +281,14 @@ class _Replica(EngineObserver):
 
     def _next_event(self) -> float:
         """When there may be something to compute, if there is nothing now."""
-        now, events = self.clock.now, []
+        now, events = self.clock.now, list[float]()
         if self._threads is not None and self._transfers is not None:
-            events = [self._threads.next_due(), self._transfers.next_deadline()]
-        return min((event for event in events if event is not None and event > now), default=now + _IDLE)
+            due, deadline = self._threads.next_due(), self._transfers.next_deadline()
+            if due is not None:  # now, if the step has just begun a load
+                events.append(due)
+            if deadline is not None and deadline > now:
+                events.append(deadline)
+        return min(events, default=now + _IDLE)
 
     def close(self) -> None:
         """End what runs in the background."""
