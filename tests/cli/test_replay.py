@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,6 +12,8 @@ from typer.testing import CliRunner, Result
 from pagetrie.cli.main import app
 from pagetrie.errors import ConfigError
 from tests.replay.test_index_only import random_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
@@ -42,8 +45,8 @@ def test_hits_of_all_policies(trace: Path) -> None:
     rates = {(row["eviction"], row["capacity"]): row["hit_rate"] for row in told["results"]}
     assert max(rate for (_, capacity), rate in rates.items() if capacity == 20) == rates["belady", 20]
     assert len({rate for (_, capacity), rate in rates.items() if capacity == 1000}) == 1
-    shown = run(*words, "--plot").output
-    assert "s3-fifo" in shown and f"{rates['lru', 20]:.4f}" in shown and "hit rate, 20 pages" in shown
+    shown = run(*words, "--plot", "-").output
+    assert "s3-fifo" in shown and f"{rates['lru', 20]:.4f}" in shown and "gdsf 20 pages" in shown
 
 
 def test_full_replay(trace: Path) -> None:
@@ -56,9 +59,32 @@ def test_full_replay(trace: Path) -> None:
     assert [row["eviction"] for row in told["results"]] == ["lru", "adaptive"]
     for row in told["results"]:
         assert row["requests"] == 50 and row["goodput"] > 0 and len(row["ttft"]) == 3
-    assert "goodput" in run(*words, "--plot").output
+    assert "goodput, requests/s" in run(*words, "--plot", "-").output
     dear = json.loads(run(*words, "--json", "--step-cost", "5,0.1,0").output)
     assert dear["results"][0]["ttft"][0] > 5 > told["results"][0]["ttft"][0]
+
+
+@pytest.mark.parametrize("index_only", [True, False])
+def test_tiers_below_the_pool(trace: Path, tmp_path: Path, *, index_only: bool) -> None:
+    file = tmp_path / "plot.svg"
+    words = ["replay", str(trace), "--capacity", "40", "--requests", "100", "--json", "--plot", str(file)]
+    words += ["--index-only"] if index_only else ["--step-cost", "0.01,0.01,0"]
+    (alone,) = json.loads(run(*words).output)["results"]
+    assert list(alone["hit_rates"]) == ["pool"]
+    (row,) = json.loads(run(*words, "--ram-cache", "40MiB", "--disk-cap", "1GiB").output)["results"]
+    assert list(row["hit_rates"]) == ["pool", "ram", "disk"]
+    assert sum(row["hit_rates"].values()) == pytest.approx(row["hit_rate"])
+    assert row["hit_rates"]["ram"] > 0 and row["hit_rate"] > alone["hit_rate"]
+    assert "where the prompts were found" in file.read_text()
+    words.remove("--json")
+    assert "computed" in run(*words, "--ram-cache", "40MiB").output
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    run("plan", "llama-3.1-8b", "--device", "a100-80gb", "--batch", "2", "--plot", str(file))
+    texts = [element.text for element in ElementTree.parse(file).iter(f"{SVG}text")]
+    assert {"first token, ms", "time per token, ms", "contiguous", "int4", "2 at once"} <= set(texts)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +98,10 @@ def test_full_replay(trace: Path) -> None:
         (("--step-cost", "1,2"), "takes three numbers"),
         (("--step-cost", "0,0,0"), "takes more than 0 seconds"),
         (("--page-size", "7"), "aren't made of pages of 7"),
+        (("--ram-cache", "much"), "--ram-cache: "),
+        (("--ram-cache", "1KiB"), "ram: 1024 bytes hold no page: one takes 2097152 bytes"),
+        (("--index-only", "--disk-cap", "2MB"), "disk: 2000000 bytes hold no page"),
+        (("--index-only", "--plot", "/no/such/folder/plot.svg"), "can't write the plot"),
     ],
 )
 def test_mistakes_are_named(trace: Path, words: tuple[str, ...], message: str) -> None:
@@ -89,8 +119,8 @@ def test_a_plan() -> None:
     assert fp16["bytes_per_token"] == 327_680 and fp16["contiguous"] in (2, 3)
     assert told["ttft"]["warm"] < told["ttft"]["cold"]
     assert told["miss"]["prefix_tokens"] == 1000
-    shown = run(*words, "--plot").output
-    assert "320 KiB" in shown and "fp16 contiguous" in shown
+    shown = run(*words, "--plot", "-").output
+    assert "320 KiB" in shown and "contiguous fp16" in shown
 
 
 def test_a_plan_from_a_config(tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagetrie.errors import ConfigError
 from pagetrie.kv.tiers.interface import Speed
 from pagetrie.replay.engine import Outcome, ReplicaOptions, replay_engine
+from pagetrie.replay.index_only import PageStores, replay_index
 from pagetrie.replay.trace import Trace, TraceRequest
 from pagetrie.sim import SimTierOptions, StepCost, VirtualClock, VirtualThreads
 
@@ -111,3 +114,28 @@ def test_threads_run_in_order_of_time_and_pass_on_errors() -> None:
     with pytest.raises(IndexError):
         threads.run()
     threads.close()
+
+
+def test_the_index_alone_counts_what_the_full_replay_hits() -> None:
+    tiers = {"ram": 45, "disk": 200}
+    (count,) = replay_index(rounds(4, prompts=6), 42, tiers=tiers)
+    assert count.below == {"disk": 3 * 6 * 20} and count.hits == 3 * 6 * 20
+    (count,) = replay_index(rounds(4), 42, tiers={"ram": 100, "disk": 200})
+    assert count.below == {"ram": 3 * 4 * 20}
+    halves = replay_index(rounds(4), 42, tiers={"disk": 100}, parts=(0.5, 1.0))
+    assert [half.below["disk"] for half in halves] == [4 * 20, 2 * 4 * 20]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 4)), max_size=60), st.integers(1, 8))
+def test_stores_are_lru_with_first_pages_last(uses: list[tuple[bool, int, int]], capacity: int) -> None:
+    stores, model = PageStores({"ram": capacity, "disk": 2}), list[int]()
+    for put, prompt, length in uses:
+        pages = [10 * prompt + number for number in range(length)]
+        if put:
+            stores.put("ram", pages)
+        else:
+            held = next((number for number, page in enumerate(pages) if page not in model), length)
+            assert stores.find(pages) == ["ram"] * held
+            pages = pages[:held]
+        model = [page for page in model if page not in pages] + pages[::-1]
+        model = model[-capacity:]

@@ -114,6 +114,12 @@ def replay(
     ] = None,
     replicas: Annotated[int, typer.Option("--replicas", help="Replicas, each with its own pool.", min=1, max=256)] = 1,
     routing: Annotated[str, typer.Option("--routing", help="round-robin, least-loaded or prefix.")] = "prefix",
+    ram_cache: Annotated[str | None, typer.Option("--ram-cache", help="Memory below each pool, such as 64GiB.")] = None,
+    disk_cap: Annotated[str | None, typer.Option("--disk-cap", help="Disk below each pool, such as 1TB.")] = None,
+    ram_bandwidth: Annotated[
+        str, typer.Option("--ram-bandwidth", help="Between pool and memory, per second.")
+    ] = "20GB",
+    disk_bandwidth: Annotated[str, typer.Option("--disk-bandwidth", help="Of the disk, per second.")] = "3GB",
     prefix_index: Annotated[str, typer.Option("--prefix-index", help="radix or hash.")] = "radix",
     page_tokens: Annotated[
         int | None, typer.Option("--page-tokens", help="Tokens per page id, if not the format's usual number.", min=1)
@@ -137,27 +143,32 @@ def replay(
     slo_ttft: Annotated[float, typer.Option("--slo-ttft", help="Seconds that a good first token takes at most.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option("--slo-tpot", help="Seconds that a good later one takes at most.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw bars too.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw charts into this SVG file; - for bars in the terminal.")
+    ] = None,
 ) -> None:
     """Replay a trace: hit rates, and with the real scheduler under a virtual clock, times, goodput and preemptions."""
     from pagetrie.cli import replay as command
+    from pagetrie.cli.plan import cost_model, token_bytes
     from pagetrie.replay.trace import read_trace
 
     if prefix_index not in ("radix", "hash"):
         raise ConfigError(f"no prefix index {prefix_index!r}; there are radix and hash")
     read = read_trace(trace, page_tokens=page_tokens)
     del read.requests[requests if requests is not None else len(read.requests) :]
+    tiers = command.read_tiers(ram_cache, disk_cap, ram_bandwidth, disk_bandwidth)
     fleet = command.Fleet(
         capacities=capacity or [10_000],
         policies=command.check_policies(eviction or ["lru"], bound=index_only),
         index=prefix_index,
         replicas=replicas,
         routing=command.check_routing(routing),
+        tiers=tiers,
+        token_bytes=token_bytes(model) if tiers else 0,
     )
     if index_only:
-        command.replay_hits(read, fleet, as_json=as_json, plot=plot)
+        command.replay_hits(read, fleet, as_json=as_json, file=plot)
         return
-    from pagetrie.cli.plan import cost_model
     from pagetrie.replay.engine import ReplicaOptions
 
     options = ReplicaOptions(
@@ -167,7 +178,7 @@ def replay(
         max_num_batched_tokens=max_num_batched_tokens,
     )
     cost = cost_model(model, device, devices, weights, step_cost)
-    command.replay_times(read, fleet, options, cost, command.Slo(slo_ttft, slo_tpot), as_json=as_json, plot=plot)
+    command.replay_times(read, fleet, options, cost, command.Slo(slo_ttft, slo_tpot), as_json=as_json, file=plot)
 
 
 @app.command()
@@ -194,7 +205,9 @@ def plan(
         list[int] | None, typer.Option("--batch", help="Sequences at once, for TPOT; can be repeated.", min=1)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw bars too.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw charts into this SVG file; - for bars in the terminal.")
+    ] = None,
 ) -> None:
     """Size a machine on paper: what fits, how fast it can be at best, and what a miss costs."""
     from pagetrie.cli import plan as command
@@ -213,7 +226,7 @@ def plan(
         page_size=page_size,
         batches=tuple(batch or (1, 16, 64)),
     )
-    command.plan(question, as_json=as_json, plot=plot)
+    command.plan(question, as_json=as_json, file=plot)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pagetrie.cli.charts import bars, console, table
+from pagetrie.cli.charts import Chart, console, plot, table
 from pagetrie.errors import ConfigError
 from pagetrie.plan.devices import DEVICES, Device
 from pagetrie.plan.estimate import WEIGHT_BITS, Efficiency, Load, Planner
@@ -136,8 +136,14 @@ def cost_model(model: str, device: str, devices: int, weights: str, step_cost: s
     return Planner(shape, find_device(device, devices), stored or weight_bytes(shape, weights))
 
 
-def plan(question: Question, *, as_json: bool, plot: bool) -> None:
-    """Answer and print.
+def token_bytes(model: str) -> int:
+    """Bytes of one token's keys and values in fp16, over all layers. Raises ConfigError."""
+    shape, _ = find_shape(model)
+    return shape.values_per_token() * 2
+
+
+def plan(question: Question, *, as_json: bool, file: Path | None) -> None:
+    """Answer and print; draw into ``file`` if one is given.
 
     Raises:
         ConfigError: something isn't known, doesn't fit, or contradicts itself.
@@ -147,7 +153,8 @@ def plan(question: Question, *, as_json: bool, plot: bool) -> None:
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        _show(console(), answer, plot=plot)
+        _show(console(), answer)
+    plot(console(), _charts(answer), file)
 
 
 def answer_of(question: Question) -> dict[str, Any]:
@@ -213,7 +220,7 @@ def this_device(shape: Shape, bytes_of_weights: float, timings: Timings) -> Devi
     return Device("this machine", memory, bytes_of_weights / alone, 2 * shape.active / per_token)
 
 
-def _show(out: Console, answer: dict[str, Any], *, plot: bool) -> None:
+def _show(out: Console, answer: dict[str, Any]) -> None:
     shape, device, load, fits = answer["model"], answer["device"], answer["load"], answer["fits"]
     whole = format_size(round(answer["context_bytes"]))
     out.print(
@@ -249,10 +256,21 @@ def _show(out: Console, answer: dict[str, Any], *, plot: bool) -> None:
     if miss["worthwhile_bandwidth"]:
         rows.append(["loading it from a tier pays from", f"{miss['worthwhile_bandwidth'] / 1e9:.3g} GB/s"])
     table(out, f"times, {how}", ["", ""], rows)
-    if plot:
-        layouts = ("contiguous", "paged", "shared")
-        values = [(f"{fit['codec']} {layout}", float(fit[layout])) for fit in fits for layout in layouts]
-        bars(out, "sequences at once", values, [f"{value:,.0f}" for _, value in values])
+
+
+def _charts(answer: dict[str, Any]) -> list[Chart]:
+    fits, load, miss = answer["fits"], answer["load"], answer["miss"]
+    layouts = {layout: [float(fit[layout]) for fit in fits] for layout in ("contiguous", "paged", "shared")}
+    first = {
+        f"{load['prompt']:,} new tokens": answer["ttft"]["cold"],
+        f"{miss['prefix_tokens']:,} of them cached": answer["ttft"]["warm"],
+    }
+    later = {f"{batch} at once": seconds for batch, seconds in answer["tpot"].items()}
+    return [
+        Chart("sequences at once, by how keys and values are kept", [fit["codec"] for fit in fits], layouts),
+        Chart("first token, ms", list(first), {"TTFT": [1e3 * value for value in first.values()]}, ",.4g"),
+        Chart("time per token, ms", list(later), {"TPOT": [1e3 * value for value in later.values()]}, ",.4g"),
+    ]
 
 
 def _seconds(value: float) -> str:

@@ -6,18 +6,27 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from pagetrie.cli.charts import bars, console, table
+from rich.console import Console
+
+from pagetrie.cli.charts import Chart, console, plot, table
 from pagetrie.errors import ConfigError
 from pagetrie.kv.eviction import POLICIES
+from pagetrie.kv.tiers.disk import DiskTier
+from pagetrie.kv.tiers.interface import Speed
+from pagetrie.kv.tiers.ram import RamTier
 from pagetrie.replay.engine import CostModel, Outcome, ReplicaOptions, percentiles, replay_engine
 from pagetrie.replay.index_only import replay_index
 from pagetrie.replay.reference import belady_hits
 from pagetrie.replay.routing import ROUTINGS, Routing
 from pagetrie.replay.trace import Trace
+from pagetrie.settings import parse_size
+from pagetrie.sim import SimTierOptions
 
 BELADY = "belady"
 
@@ -32,13 +41,23 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Replicas alike, each with a pool of ``capacity`` pages of the trace's size."""
+    """Replicas alike, each with a pool of ``capacity`` pages of the trace's size, and tiers below it.
+
+    A token's keys and values take ``token_bytes`` bytes in tiers.
+    """
 
     capacities: Sequence[int]
     policies: Sequence[str]
     index: str
     replicas: int
     routing: Routing
+    tiers: tuple[SimTierOptions, ...] = ()
+    token_bytes: int = 0
+
+    @property
+    def places(self) -> list[str]:
+        """Where a hit may be found."""
+        return ["pool", *(tier.name for tier in self.tiers)]
 
 
 def check_policies(names: Sequence[str], *, bound: bool) -> list[str]:
@@ -63,20 +82,60 @@ def check_routing(name: str) -> Routing:
     raise ConfigError(f"no routing {name!r}; there are {', '.join(ROUTINGS)}")
 
 
-def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, plot: bool) -> None:
-    """Index-only replay: hit rates by policy and capacity."""
+def read_tiers(
+    ram: str | None, disk: str | None, ram_bandwidth: str, disk_bandwidth: str
+) -> tuple[SimTierOptions, ...]:
+    """Tiers from sizes and bytes per second, such as "64GiB" and "20GB". Raises ConfigError."""
+
+    def size(flag: str, text: str) -> int:
+        try:
+            value = int(str(parse_size(text)))
+        except ValueError as error:
+            raise ConfigError(f"{flag}: {error}") from error
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1 byte, got {text!r}")
+        return value
+
+    tiers = []
+    if ram is not None:
+        speed = Speed(RamTier.traits.speed.latency, size("--ram-bandwidth", ram_bandwidth))
+        tiers.append(SimTierOptions(RamTier.name, size("--ram-cache", ram), speed))
+    if disk is not None:
+        speed = Speed(DiskTier.traits.speed.latency, size("--disk-bandwidth", disk_bandwidth))
+        tiers.append(SimTierOptions(DiskTier.name, size("--disk-cap", disk), speed))
+    return tuple(tiers)
+
+
+def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, file: Path | None) -> None:
+    """Index-only replay: hit rates by policy and capacity; drawn into ``file`` if one is given.
+
+    Raises:
+        ConfigError: a tier holds no page of the trace, or the file can't be written.
+    """
     pages = trace.pages
+    page_bytes = trace.page_tokens * fleet.token_bytes
+    tiers = {tier.name: tier.capacity // page_bytes for tier in fleet.tiers}
+    for tier in fleet.tiers:
+        if not tiers[tier.name]:
+            raise ConfigError(f"{tier.name}: {tier.capacity} bytes hold no page: one takes {page_bytes} bytes")
     rows: list[dict[str, Any]] = []
     for name in fleet.policies:
         for capacity in fleet.capacities:
             begin = time.process_time()
-            if name == BELADY:
+            below: Counter[str] = Counter()
+            if name == BELADY:  # of the pool alone
                 hits = belady_hits(trace, capacity * fleet.replicas)
             else:
                 (count,) = replay_index(
-                    trace, capacity, name, index=fleet.index, replicas=fleet.replicas, routing=fleet.routing
+                    trace,
+                    capacity,
+                    name,
+                    index=fleet.index,
+                    replicas=fleet.replicas,
+                    routing=fleet.routing,
+                    tiers=tiers,
                 )
-                hits = count.hits
+                hits, below = count.hits, count.below
             seconds = time.process_time() - begin
             rows.append(
                 {
@@ -84,12 +143,17 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, plot: bool) -> Non
                     "capacity": capacity,
                     "hit_pages": hits,
                     "hit_rate": hits / pages if pages else 0.0,
+                    "hit_rates": {
+                        place: (below[place] if place != "pool" else hits - below.total()) / pages if pages else 0.0
+                        for place in fleet.places
+                    },
                     "pages_per_second": round(pages / seconds) if seconds else None,
                 }
             )
     if as_json:
         head = {"trace": trace.name, "requests": len(trace.requests), "pages": pages, "page_tokens": trace.page_tokens}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
+        plot(console(), _charts(rows, fleet, [("hit rate", "hit_rate", ".4f")]), file)
         return
     out = console()
     title = f"{trace.name}: {len(trace.requests):,} requests, {pages:,} pages of {trace.page_tokens} tokens; hit rates"
@@ -107,15 +171,8 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, plot: bool) -> Non
             for name, chosen in by_policy.items()
         ],
     )
-    if plot:
-        for capacity in fleet.capacities:
-            chosen = [row for row in rows if row["capacity"] == capacity]
-            bars(
-                out,
-                f"hit rate, {capacity:,} pages",
-                [(row["eviction"], row["hit_rate"]) for row in chosen],
-                [f"{row['hit_rate']:.4f}" for row in chosen],
-            )
+    _show_places(out, rows, fleet)
+    plot(out, _charts(rows, fleet, [("hit rate", "hit_rate", ".4f")]), file)
 
 
 def replay_times(
@@ -126,22 +183,39 @@ def replay_times(
     slo: Slo,
     *,
     as_json: bool,
-    plot: bool,
+    file: Path | None,
 ) -> None:
-    """Full replay: hit rates, times, goodput, preemptions and waste by policy and capacity."""
+    """Full replay: hit rates, times, goodput, preemptions and waste; drawn into ``file`` if one is given.
+
+    Raises:
+        ConfigError: the options don't fit each other, or the file can't be written.
+    """
     rows = []
+    drawn = [
+        ("hit rate", "hit_rate", ".4f"),
+        ("goodput, requests/s", "goodput", ".2f"),
+        ("median TTFT, s", "median_ttft", ".3f"),
+    ]
     for name in fleet.policies:
         for capacity in fleet.capacities:
             pool = capacity * trace.page_tokens // options.page_size
-            made = ReplicaOptions(**{**asdict(options), "num_pages": pool, "eviction": name, "index": fleet.index})
+            made = replace(
+                options,
+                num_pages=pool,
+                eviction=name,
+                index=fleet.index,
+                tiers=fleet.tiers,
+                bytes_per_token=fleet.token_bytes,
+            )
             with _Progress(f"{name}, {capacity:,} pages", len(trace.requests), quiet=as_json) as progress:
                 outcome = replay_engine(
                     trace, made, cost, replicas=fleet.replicas, routing=fleet.routing, on_progress=progress.show
                 )
-            rows.append({"eviction": name, "capacity": capacity, **_figures(outcome, slo)})
+            rows.append({"eviction": name, "capacity": capacity, **_figures(outcome, slo, fleet)})
     if as_json:
         head = {"trace": trace.name, "page_tokens": trace.page_tokens, "slo": asdict(slo)}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
+        plot(console(), _charts(rows, fleet, drawn), file)
         return
     out = console()
     columns = [
@@ -168,19 +242,61 @@ def replay_times(
             for row in rows
         ],
     )
-    if plot:
+    _show_places(out, rows, fleet)
+    plot(out, _charts(rows, fleet, drawn), file)
+
+
+def _show_places(out: Console, rows: Sequence[dict[str, Any]], fleet: Fleet) -> None:
+    """Where the prompts were found, if there are tiers."""
+    if not fleet.tiers:
+        return
+    table(
+        out,
+        "of the prompts: found in each tier, and computed",
+        ["eviction", "pages", *fleet.places, "computed"],
+        [
+            [
+                row["eviction"],
+                f"{row['capacity']:,}",
+                *(f"{row['hit_rates'][place]:.4f}" for place in fleet.places),
+                f"{1 - row['hit_rate']:.4f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _charts(rows: Sequence[dict[str, Any]], fleet: Fleet, drawn: Sequence[tuple[str, str, str]]) -> list[Chart]:
+    """One chart per (title, figure, form) over capacities and policies; with tiers, one of where hits were found."""
+    groups = [f"{capacity:,} pages" for capacity in fleet.capacities]
+
+    def value(row: dict[str, Any], figure: str) -> float:
+        return float(row["ttft"][0] if figure == "median_ttft" else row[figure])
+
+    charts = [
+        Chart(
+            title,
+            groups,
+            {name: [value(row, figure) for row in rows if row["eviction"] == name] for name in fleet.policies},
+            form,
+        )
+        for title, figure, form in drawn
+    ]
+    if fleet.tiers:
+        found = {place: [row["hit_rates"][place] for row in rows] for place in fleet.places}
         labels = [f"{row['eviction']} {row['capacity']:,}" for row in rows]
-        for key, title, form in (("hit_rate", "hit rate", ".4f"), ("goodput", "goodput, requests/s", ".2f")):
-            values = [row[key] for row in rows]
-            bars(out, title, list(zip(labels, values, strict=True)), [format(value, form) for value in values])
+        found["computed"] = [1 - row["hit_rate"] for row in rows]
+        charts.append(Chart("where the prompts were found", labels, found, ".4f"))
+    return charts
 
 
-def _figures(outcome: Outcome, slo: Slo) -> dict[str, Any]:
+def _figures(outcome: Outcome, slo: Slo, fleet: Fleet) -> dict[str, Any]:
     output = sum(one.tokens for one in outcome.served)
     return {
         "requests": len(outcome.served),
         "refused": outcome.refused,
         "hit_rate": outcome.hit_rate,
+        "hit_rates": {place: outcome.hit_rates().get(place, 0.0) for place in fleet.places},
         "seconds": outcome.seconds,
         "ttft": percentiles([one.first for one in outcome.served]),
         "tpot": percentiles([one.tpot for one in outcome.served if one.tokens > 1]),
