@@ -166,7 +166,6 @@ async def test_pages_are_counted_by_tenant(tmp_path, make_site):
             assert (await client.post("/v1/completions", json=body, headers=bearer(key))).status_code == 200
         before = await pages(client)
         assert (before["acme cached"], before["gone cached"], before["(others) active"]) == (3, 1, 7)
-        keys.remove("gone")
-        after = await pages(client)
-        assert after["acme cached"] == 3 and "gone cached" not in after
-        assert after["(others) cached"] == before.get("(others) cached", 0) + 1
+        keys.remove("gone")  # and with it its pages
+        del before["gone cached"]
+        assert await pages(client) == before

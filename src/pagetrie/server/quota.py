@@ -17,7 +17,7 @@ from pagetrie.server.errors import RateLimitError
 
 MINUTE = 60.0
 OTHERS = "(others)"
-"""Stands for public pages, the server's own and those of tenants that are no more; no tenant is called so."""
+"""Stands for public pages, the server's own, and what is left of tenants that are no more; no tenant is called so."""
 
 
 @dataclass(slots=True)
