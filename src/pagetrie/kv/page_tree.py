@@ -189,10 +189,10 @@ class PageTree(ABC):
         node.pins += 1
         if node.pins > 1 or node.active_children:
             return
-        share, pool = node.share, self.pool
+        share = node.share
         if not node.children:
             share.policy.remove(node)
-        pool.changed[share] = None
+        self.pool.changed[share] = None
         while True:
             self.active_pages += len(node.pages)
             share.cached -= len(node.pages)
@@ -207,6 +207,8 @@ class PageTree(ABC):
     def unpin(self, node: Node) -> None:
         """Undo one ``pin``."""
         node.pins -= 1
+        if node.pins or node.active_children:
+            return
         share = node.share
         self.pool.changed[share] = None
         while not node.pins and not node.active_children:
@@ -344,6 +346,7 @@ class PageTree(ABC):
         Returns how many were freed: fewer than wanted only if no more may go.
         """
         shares, freed = self.shares, 0
+        only = only or shares.alone
         while freed < wanted and (share := only or shares.giver(taker)) is not None:
             node = share.policy.victim()
             if node is None:

@@ -102,8 +102,9 @@ class PagePool:
                 owner[page] = share
                 before.pages -= 1
                 share.pages += 1
-                self.changed[before] = self.changed[share] = None
+                self.changed[before] = None
         self.private_pages -= len(pages)
+        self.changed[share] = None
 
     def take_from_index(self, pages: Sequence[int]) -> None:
         """The index lets go of pages, all of one share; they become free."""

@@ -120,6 +120,9 @@ class Shares:
     Args:
         pool: counts its pages for the shares that it is told.
         policy: the policy of the first owner; others get their own of the same kind.
+
+    Attributes:
+        alone: the one share, while there is no other: then nobody has to be asked who gives.
     """
 
     def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
@@ -127,6 +130,7 @@ class Shares:
         self._policy = policy
         pool.common.policy = policy
         self._shares = {b"": pool.common}
+        self.alone: Share | None = pool.common
         self._allowances: Mapping[bytes, Allowance] = {}
         self._by_namespace: dict[bytes, Share] = {}
         # Sum of max(active, floor) over all.
@@ -152,6 +156,7 @@ class Shares:
         share = self._shares.get(owner)
         if share is None:
             share = self._shares[owner] = Share(owner)
+            self.alone = None
             share.policy = self._policy.anew()
             self._allow(share)
         return share
@@ -185,6 +190,7 @@ class Shares:
             share.excess = None
             del self._shares[owner]
             self._by_namespace.clear()
+            self.alone = self._pool.common if len(self._shares) == 1 else None
 
     def reach(self, namespace: bytes) -> int:
         """Pages that a namespace's owner can have when nobody else runs anything. Changes nothing."""
@@ -193,16 +199,13 @@ class Shares:
 
     def available(self, share: Share) -> int:
         """Pages that an owner could get now; less than 0 where it stands on others' floors."""
-        if len(self._shares) == 1:
+        if self.alone is not None:
             return self._pool.free_pages + share.cached
         self._settle()
         return self._pool.num_pages - self._reserved + max(0, share.floor - share.active)
 
     def giver(self, taker: Share | None) -> Share | None:
         """Whose cached page goes next for ``taker``; None if none may."""
-        if len(self._shares) == 1:
-            share = self._pool.common
-            return share if share.cached else None
         self._settle()
         heap = self._heap
         while heap:
