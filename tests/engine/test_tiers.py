@@ -211,6 +211,69 @@ def test_a_late_tier_is_not_waited_for() -> None:
     world.finish()
 
 
+def test_loads_that_queue_or_go_on_well_are_waited_for() -> None:
+    """Six loads, one reader, all slower than guessed: as long as waiting beats computing, nothing is computed twice."""
+    tier = ToldTier()
+    world = TieredWorld(tier, num_pages=200, seats=8)
+    prompts = [[first, *range(100, 160)] for first in range(1, 7)]
+    for number, prompt in enumerate(prompts):
+        world.add(f"first {number}", prompt, max_tokens=1)
+    world.finish()
+    world.forget_pool()
+    world.transfers.note_prefill(100, 10)  # 10 tokens per second: six seconds for each
+    world.runner.computed_tokens = 0
+    for number, prompt in enumerate(prompts):
+        world.add(f"again {number}", prompt, max_tokens=1)
+    world.step()
+    pages, looks = 0, 0
+
+    def slow() -> None:  # the engine's thread goes on meanwhile
+        nonlocal pages, looks
+        pages += 1
+        for _ in range(5):
+            world.clock.now += 0.01
+            looks += 1
+            world.step()
+
+    tier.on_read = slow
+    world.finish()
+    for number, prompt in enumerate(prompts):
+        right(world, f"again {number}", prompt, 1)
+    assert pages == 15 * 6 and world.transfers.stats.late_loads == 0
+    assert world.runner.computed_tokens == 6
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_load_that_comes_to_a_stop_is_given_up(after: int) -> None:
+    """What stalls half-way is as late as what never comes: soon, not only when computing would have been done."""
+    tier = ToldTier()
+    world = stored(tier)
+    world.transfers.note_prefill(41, 41)  # a second per token
+    world.add("again", PROMPT, max_tokens=1)
+    other = [*PROMPT[:-1], 7]
+    world.step()
+    count = 0
+    began = world.clock.now
+
+    def stop() -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            world.add("other", other, max_tokens=1)
+            while world.engine.has_work:
+                world.clock.now += world.engine.pause() or 0.0
+                world.step()
+
+    tier.on_read = stop
+    world.work()
+    assert world.clock.now - began < 1.5
+    right(world, "again", max_tokens=1)
+    right(world, "other", other, 1)
+    assert world.transfers.stats.late_loads == 1
+    world.finish()
+    assert world.cache.stats().loading_pages == 0
+
+
 def test_a_slow_tier_is_left_alone_and_tried_again_later() -> None:
     """D7: what was measured decides; a measured speed is not believed for ever."""
     tier = ToldTier()

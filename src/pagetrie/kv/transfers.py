@@ -51,15 +51,22 @@ _REMEMBERED = 8192
 
 
 class _Flight:
-    """A load from the pool's side: where its next page will hang, who waits, until when."""
+    """A load from the pool's side: where its next page will hang, who waits, until when.
 
-    def __init__(self, load: Load, root: Node, node: Node, *, started: float, deadline: float, expected: float) -> None:
+    Attributes:
+        deadline: when it is looked at: it goes on if it is worth that. latest: when it ends in any case.
+        seen: how many pages had arrived when it was last looked at. queued: it was behind another one.
+    """
+
+    def __init__(self, load: Load, root: Node, node: Node, *, started: float, deadline: float, latest: float) -> None:
         self.load = load
         self.root = root
         self.node = node
         self.started = started
-        self.deadline = deadline
-        self.expected = expected
+        self.deadline = min(deadline, latest)
+        self.latest = latest
+        self.seen = 0
+        self.queued = False
         self.published = 0
         self.broken = False
         self.pending = PendingPage()
@@ -287,9 +294,9 @@ class Transfers:
         self.stack.keep(refs, sources)
         manager.index.pin(node)
         load = Load(refs, sources, manager._take(count, root.share))
-        backlog = sum(other.expected for other in self._flights)
-        patience = max(_SHORTEST_WAIT, min(_PATIENCE * expected + _SPARE_WAIT + backlog, gained))
-        flight = _Flight(load, root, node, started=now, deadline=now + patience, expected=expected)
+        latest = now + max(_SHORTEST_WAIT, gained)
+        soon = now + _PATIENCE * expected + _SPARE_WAIT
+        flight = _Flight(load, root, node, started=now, deadline=soon, latest=latest)
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
@@ -366,7 +373,7 @@ class Transfers:
         for flight in self._flights.copy():
             finished = flight.load.finished  # read before the count: nothing comes after it
             arrived = flight.load.ready
-            late = not finished and now >= flight.deadline
+            late = not finished and now >= flight.deadline and not self._goes_on(flight, arrived, now)
             if finished or late or arrived - flight.published >= PUBLISH_PAGES:
                 self._publish(flight, arrived, now)
             if finished:
@@ -378,6 +385,30 @@ class Transfers:
         for lookup in self._lookups.copy():
             if lookup.found is not None or now >= lookup.deadline:
                 self._answered(lookup, now)
+
+    def _goes_on(self, flight: _Flight, arrived: int, now: float) -> bool:
+        """Whether waiting for a load beyond its deadline is still faster than to compute the rest; if so, for a while.
+
+        It is if what has arrived since it was last looked at says so, or if another load is before it.
+        """
+        load, remote = flight.load, self.stack.remote
+        if now >= flight.latest:
+            return False
+        if load.began is None:
+            ahead = self._flights[: self._flights.index(flight)]
+            queued = any((other.load.sources[0] is remote) == (load.sources[0] is remote) for other in ahead)
+            if not queued and not flight.queued:  # the thread hangs in what was given up
+                return False
+            flight.queued = queued
+        elif arrived > flight.seen:
+            left = len(load.refs) - arrived
+            computing = left * self._page_bytes / TOKEN_BYTES / (self._prefill_speed or _PREFILL_SPEED)
+            if (now - load.began) / arrived * left > computing:
+                return False
+        elif now - load.began >= _SPARE_WAIT:
+            return False
+        flight.seen, flight.deadline = arrived, min(now + _SPARE_WAIT, flight.latest)
+        return True
 
     def _publish(self, flight: _Flight, arrived: int, now: float) -> None:
         manager, load = self._manager, flight.load

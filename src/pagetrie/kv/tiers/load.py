@@ -20,7 +20,8 @@ class Load:
 
     Attributes:
         refs, sources, pages: names, tiers and physical pages, in order.
-        ready: how many of the first pages are filled. Written by the loading thread.
+        began: when the thread came to it; None while it is busy with another. Written by that thread, as is the rest.
+        ready: how many of the first pages are filled.
         finished: nothing more will come; ``ready < len(refs)`` then means that a tier failed.
         samples: (tier, bytes, seconds) of what was read, for measuring speed.
     """
@@ -30,6 +31,7 @@ class Load:
         self.sources = sources
         self.pages = pages
         self.lock = Lock()
+        self.began: float | None = None
         self.ready = 0
         self.finished = False
         self.samples: list[tuple[str, int, float]] = []
@@ -37,6 +39,7 @@ class Load:
 
     def run(self, memory: PageBytes, clock: Callable[[], float], on_progress: Callable[[], None]) -> None:
         """Fill the pages, as far as the tiers deliver. Runs on a background thread."""
+        self.began = clock()
         try:
             for name, run in groupby(range(len(self.refs)), lambda i: self.sources[i].name):
                 numbers = list(run)
