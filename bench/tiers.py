@@ -1,6 +1,7 @@
 """What tiers are worth: time to first token from each, read rates, and what a neighbour notices of a load.
 
-``python -m bench.tiers`` needs the bundled model; Valkey (or Redis) and llama.cpp are measured if they are installed.
+``python -m bench tiers`` needs the bundled model; Valkey (or Redis) and llama.cpp are measured if they are installed.
+It takes about two minutes; ``--only`` runs one part.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from pagetrie.kv.transfers import Transfers
 from pagetrie.settings import Settings
 
 TOKENS = 4_000
-REPEATS = 5
+REPEATS = 3
 NEIGHBOUR_TOKENS = 150
 GIB = 1 << 30
 _UNTIL_RELOAD = 2.2  # what was just loaded isn't loaded again at once, if it was evicted
@@ -115,10 +116,9 @@ def drop_from_page_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measure_ttft(threads: int, folder: Path, store: str | None) -> list[tuple[str, float, int]]:
+def measure_ttft(threads: int, folder: Path, store: str | None) -> Iterator[tuple[str, float, int]]:
     """(source, median seconds, cached tokens) for a prompt of ``TOKENS`` tokens and one more."""
     prompt = prompt_of(random.Random(1), TOKENS + 1)
-    rows: list[tuple[str, float, int]] = []
     kinds: dict[str, dict[str, Any]] = {"ram": {"ram_cache": GIB}, "disk": {"disk_cache": folder / "ttft"}}
     if store is not None:
         kinds["store"] = {"store": store, "store_secret": "only for this benchmark"}
@@ -127,8 +127,8 @@ def measure_ttft(threads: int, folder: Path, store: str | None) -> list[tuple[st
         bench.ttft(prompt_of(random.Random(2), 200))
         cold = bench.ttft(prompt)
         if kind == "ram":
-            rows.append(("recomputed", cold, 0))
-            rows.append(("pool", statistics.median(bench.ttft(prompt) for _ in range(REPEATS)), TOKENS))
+            yield "recomputed", cold, 0
+            yield "pool", statistics.median(bench.ttft(prompt) for _ in range(REPEATS)), TOKENS
         bench.transfers.flush(60)
         for warm in (False, True) if kind == "disk" else (True,):
             times = []
@@ -143,9 +143,8 @@ def measure_ttft(threads: int, folder: Path, store: str | None) -> list[tuple[st
             name = {"ram": "memory", "store": "Valkey, loopback"}.get(
                 kind, "disk, in the page cache" if warm else "disk"
             )
-            rows.append((name, statistics.median(times), TOKENS))
+            yield name, statistics.median(times), TOKENS
         bench.close()
-    return rows
 
 
 def synthetic(keys: ChainKeys, namespace: bytes, prompt: Sequence[int], page_size: int = 16) -> list[PageRef]:
@@ -301,7 +300,7 @@ def measure_llama(program: Path, threads: int, folder: Path) -> list[tuple[str, 
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.tiers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench tiers", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to put files (default: a temporary folder)")
     parser.add_argument("--bytes", type=float, default=1e9, help="to read for the rates")
@@ -315,17 +314,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_ttft(options: argparse.Namespace, folder: Path) -> None:
-    print(f"Time to first token, {TOKENS:,} tokens cached and one new:")
+    print(f"Time to first token, {TOKENS:,} tokens cached and one new:", flush=True)
     with valkey(folder) as store:
-        rows = [(source, seconds) for source, seconds, _ in measure_ttft(options.threads, folder, store)]
+        for source, seconds, _ in measure_ttft(options.threads, folder, store):
+            print(f"  {source:36s} {seconds * 1e3:8.0f} ms", flush=True)
+
+
+def _show_llama(options: argparse.Namespace, folder: Path) -> None:
     program = options.llama_server
     if program is None:
         with suppress(PeerError):
             program = llama_server(PEERS["llama.cpp"].folder)
-    if program is not None:
-        rows += measure_llama(program, options.threads, folder)
-    for source, seconds in rows:
-        print(f"  {source:36s} {seconds * 1e3:8.0f} ms")
+    if program is None:
+        print("llama.cpp isn't installed (python -m bench peers install llama.cpp)")
+        return
+    print(f"The same with llama.cpp, {TOKENS:,} tokens:")
+    for source, seconds in measure_llama(program, options.threads, folder):
+        print(f"  {source:36s} {seconds * 1e3:8.0f} ms", flush=True)
 
 
 def _show_disk(options: argparse.Namespace, folder: Path) -> None:
@@ -343,7 +348,7 @@ def _show_neighbour(options: argparse.Namespace, folder: Path) -> None:
         )
 
 
-PARTS = {"ttft": _show_ttft, "disk": _show_disk, "neighbour": _show_neighbour}
+PARTS = {"ttft": _show_ttft, "llama": _show_llama, "disk": _show_disk, "neighbour": _show_neighbour}
 
 
 if __name__ == "__main__":

@@ -329,6 +329,51 @@ def test_a_load_takes_no_pages_that_others_will_need() -> None:
     assert world.seen["busy"].reasons[0] == "length"
 
 
+def test_a_load_gives_way_to_who_runs() -> None:
+    """Pages that a load holds are taken back before anyone is preempted for them."""
+    tier = ToldTier()
+    world = stored(tier, num_pages=16)
+    world.add("again", PROMPT, max_tokens=3)
+    world.step()
+    assert world.cache.stats().loading_pages == 10
+    long = list(range(60, 80))
+    world.add("busy", long, max_tokens=20, ignore_eos=True)
+    while "busy" not in world.seen or not world.seen["busy"].reasons:
+        world.step()
+    assert world.seen["busy"].tokens[0] == expected(long, 20, eos=False)
+    assert world.seen["busy"].last is not None and world.transfers.stats.late_loads == 1
+    assert not [s for s in world.runner.steps if s.copies], "nobody was preempted"
+    world.finish()
+    right(world, "again")
+
+
+def test_a_page_is_not_filled_before_it_is_copied() -> None:
+    """A step's copy reads a page that is evicted for a load: the load begins when the copy is done."""
+    tier = ToldTier()
+    world = TieredWorld(tier, num_pages=7)
+    long, short = list(range(100, 121)), [7, 8, 9, 10, 11, 12]
+    world.add("first", long, max_tokens=1)
+    world.finish()
+    world.forget_pool()
+    world.add("short", short, max_tokens=1)
+    world.finish()  # a page and a half, the half one cached
+    execute, loading = world.runner.execute, list[int]()
+
+    def during(plan):  # type: ignore[no-untyped-def]
+        if plan.copies:
+            loading.append(world.cache.stats().loading_pages)
+            world.work()  # the tier is faster than the copy
+        return execute(plan)
+
+    world.runner.execute = during  # type: ignore[method-assign]
+    world.add("goes on", [*short, 13, 14], max_tokens=1)
+    world.add("again", long, max_tokens=1)
+    world.finish()
+    assert loading == [5], "no load was on its way during the copy"
+    right(world, "goes on", [*short, 13, 14], 1)
+    right(world, "again", long, 1)
+
+
 def test_reset_forgets_tiers_and_what_is_on_its_way() -> None:
     """A11: nothing stored before a reset is hit after it, also if it arrives later."""
     tier = ToldTier()

@@ -61,7 +61,7 @@ def attack(seed: int, tally: Tally | None = None) -> Failure | None:
 
 def play(spec: WorldSpec, tally: Tally | None = None) -> str | None:
     """Play a world; None if nothing was wrong, else what was."""
-    log = logging.getLogger("pagetrie.engine")
+    log = logging.getLogger("pagetrie")
     level = log.level
     log.setLevel(logging.CRITICAL)  # planned failures aren't news
     world = World(spec)
@@ -71,6 +71,7 @@ def play(spec: WorldSpec, tally: Tally | None = None) -> str | None:
         return f"in step {world.steps}: {traceback.format_exc()}"
     finally:
         log.setLevel(level)
+        world.close()
         if tally is not None:
             tally.add(world)
     return None

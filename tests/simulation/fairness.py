@@ -12,6 +12,7 @@ from pagetrie.engine.scheduler import Schedule, Scheduler
 from pagetrie.engine.sequence import Sequence
 from pagetrie.engine.victims import MAX_PREEMPTIONS
 from pagetrie.kv import CacheLease, CacheManager, KVCache
+from pagetrie.kv.interface import PendingPage
 
 
 class Fairness:
@@ -56,10 +57,9 @@ class Fairness:
         scheduler, shares = self._scheduler, plan.shares
         tokens = sum(count * sequence.rows for sequence, count in shares.items())
         assert plan.tokens == tokens <= self._budget, "over the token budget"
-        # With deadlines, the last to wait may have gone.
-        assert plan.tokens or plan.outgrown or not (scheduler.running or len(scheduler.waiting)), (
-            "a step without progress"
-        )
+        # With deadlines, the last to wait may have gone; pages may be on their way.
+        waits = bool(len(scheduler.waiting)) and not self._is_loading()
+        assert plan.tokens or plan.outgrown or not (scheduler.running or waits), "a step without progress"
         # Beams may need more than the whole pool.
         assert all(s.beams is not None for s in plan.outgrown), "a sequence within the limits outgrew the pool"
         for sequence in self._decoding:
@@ -71,14 +71,18 @@ class Fairness:
             assert not left_out or sequence.rows > self._budget - plan.tokens, "a prompt was left out of a step"
         waiting = [sequence for sequence in scheduler.waiting if sequence not in plan.preempted]
         for sequence in scheduler.waiting:
-            assert sequence.awaits is None or sequence.awaits.done or self._is_computed(sequence), "waits for nobody"
+            awaits = sequence.awaits
+            assert awaits is None or awaits.done or self._is_computed(sequence) or self._is_loading(awaits), (
+                "waits for nobody"
+            )
         ready = [sequence for sequence in waiting if sequence.awaits is None]
         newcomers = [sequence for sequence in plan.admitted if not self.preemptions[sequence]]
         self._check_victims_first(newcomers, [s for s in ready if self.preemptions[s]])
         self._check_bypass(newcomers, [s for s in ready if not self.preemptions[s]])
         self.preemptions.update(plan.preempted)
         for sequence in plan.preempted:
-            assert self.preemptions[sequence] <= MAX_PREEMPTIONS, "preempted once too often"
+            # Pages of a thread that hangs in them can't be had back.
+            assert self.preemptions[sequence] <= MAX_PREEMPTIONS or self._hangs(), "preempted once too often"
         self._check_choice_of_victims()
 
     def _check_victims_first(self, newcomers: list[Sequence], victims: list[Sequence]) -> None:
@@ -115,6 +119,18 @@ class Fairness:
         return any(
             pending is sequence.awaits and lease in running for lease, pending in self._cache._computing.values()
         )
+
+    def _is_loading(self, pending: PendingPage | None = None) -> bool:
+        """Something comes from a tier: this, or anything."""
+        transfers = self._cache.transfers
+        if transfers is None:
+            return False
+        coming = [waited.pending for waited in (*transfers._flights, *transfers._lookups)]
+        return pending in coming if pending is not None else bool(coming or transfers._cancelled)
+
+    def _hangs(self) -> bool:
+        transfers = self._cache.transfers
+        return transfers is not None and bool(transfers._cancelled)
 
     def _level(self, sequence: Sequence) -> int:
         return self._levels[sequence.state.request.request_id]

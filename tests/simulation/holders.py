@@ -10,7 +10,7 @@ from pagetrie.kv.pool import PRIVATE
 
 
 def check_holders(cache: CacheManager, leases: Iterable[CacheLease]) -> None:
-    """References and pins are exactly those of these leases, which are all there are, and of the cache's holds."""
+    """References and pins are exactly those of these leases, which are all, of the cache's holds and of loads."""
     pool = cache.pool
     references: Counter[int] = Counter()
     pins: Counter[int] = Counter()
@@ -22,6 +22,10 @@ def check_holders(cache: CacheManager, leases: Iterable[CacheLease]) -> None:
             pins[id(lease._partial[1])] += 1
     for hold in cache._holds._holds:
         pins.update(map(id, hold._nodes))
+    if (transfers := cache.transfers) is not None:
+        pins.update(id(flight.node) for flight in transfers._flights)
+        for flight in (*transfers._flights, *transfers._cancelled):
+            references.update(flight.load.pages[flight.published :])
     held = [page for page, state in enumerate(pool.state) if state == PRIVATE]
     assert len(held) == len(references), "a page is held by nobody, or nobody's page is held"
     for page, holders in references.items():

@@ -21,10 +21,16 @@ from pagetrie.engine.victims import value
 from pagetrie.engine.waiting import WaitingQueue
 from pagetrie.kv.eviction.policy import RankPolicy
 from pagetrie.kv.holds import Hold, HoldBook
+from pagetrie.kv.interface import PendingPage
+from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.manager import CacheManager, Lease
 from pagetrie.kv.page_tree import Node, PageTree
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex
+from pagetrie.kv.tiers.interface import PageRef
+from pagetrie.kv.tiers.load import Load
+from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.transfers import Transfers
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]
@@ -462,3 +468,136 @@ def fold_beams_too_far(patch: Patch) -> None:
         return common_prefix(list(sequences)) + 1
 
     patch.setattr("pagetrie.engine.beams.common_prefix", broken)
+
+
+# -- tiers below the pool --------------------------------------------------------------------------------------------
+
+
+@mutation
+def skip_the_checksum(patch: Patch) -> None:
+    """What a tier reads is taken for what was asked for if its length is right."""
+
+    def broken(head: Any, ref: PageRef, data: Any, seal: Any) -> bool:
+        return head is not None and head.page_bytes == memoryview(data).nbytes
+
+    patch.setattr("pagetrie.kv.tiers.disk.matches", broken)
+    patch.setattr("pagetrie.kv.tiers.store.matches", broken)
+
+
+@mutation
+def forget_the_page_before(patch: Patch) -> None:
+    """A page is named by its own tokens only."""
+    patch.setattr(ChainKeys, "page", lambda self, parent, tokens: ChainKeys.root(self, tokens))
+
+
+@mutation
+def free_a_page_that_is_filled(patch: Patch) -> None:
+    """A load that is given up frees its pages though one of them is being written."""
+
+    def cancel(self: Load) -> bool:
+        self._cancelled = True
+        return True
+
+    patch.setattr(Load, "cancel", cancel)
+
+
+@mutation
+def fill_pages_after_the_deadline(patch: Patch) -> None:
+    """A load that is given up goes on."""
+    patch.setattr(Load, "cancel", lambda self: not self.lock.locked())
+
+
+@mutation
+def publish_what_has_not_arrived(patch: Patch) -> None:
+    """A page counts as filled while it still is."""
+    publish = Transfers._publish
+
+    def broken(self: Transfers, flight: Any, arrived: int, now: float) -> None:
+        publish(self, flight, min(arrived + 1, len(flight.load.refs)), now)
+
+    patch.setattr(Transfers, "_publish", broken)
+
+
+@mutation
+def take_a_failed_load_for_whole(patch: Patch) -> None:
+    """A tier that ends early is believed to have brought all."""
+    run = Load._run_tier
+
+    def broken(self: Load, *arguments: Any) -> bool:
+        run(self, *arguments)
+        self.ready = len(self.refs)
+        return True
+
+    patch.setattr(Load, "_run_tier", broken)
+
+
+@mutation
+def keep_the_pages_of_a_failed_load(patch: Patch) -> None:
+    """What a load didn't fill is never freed."""
+    end = Transfers._end
+
+    def broken(self: Transfers, flight: Any, now: float) -> None:
+        kept = flight.load.pages[flight.published :]
+        self._manager.pool.share(kept)
+        end(self, flight, now)
+
+    patch.setattr(Transfers, "_end", broken)
+
+
+@mutation
+def store_a_page_that_is_written(patch: Patch) -> None:
+    """A page goes to the tiers when it is taken, before the step that fills it."""
+    publish = Lease._publish_run
+
+    def broken(self: Lease, full: int) -> None:
+        publish(self, full)
+        transfers, size = self._manager.transfers, self._manager.index.page_bytes
+        tokens = bytes(self._tokens[full * size : (full + 1) * size])
+        if transfers is not None and full and full < len(self.pages) and len(tokens) == size:
+            transfers.published(self._root, self.pages[full - 1], tokens, self.pages[full : full + 1])
+
+    patch.setattr(Lease, "_publish_run", broken)
+
+
+@mutation
+def queue_the_page_itself(patch: Patch) -> None:
+    """A page waits for a writer uncopied, and is evicted and filled anew meanwhile."""
+
+    def write(self: TierStack, ref: PageRef, page: int) -> int:
+        for queue in self._queues:
+            if queue.lacks(ref.key):
+                queue.worker.submit(lambda tier=queue.tier: tier.put(((ref, self.memory.read_page(page)),)))
+        return 0
+
+    patch.setattr(TierStack, "write", write)
+
+
+@mutation
+def wait_for_a_tier_without_end(patch: Patch) -> None:
+    """A load has no deadline."""
+    patch.setattr(Transfers, "_goes_on", lambda self, flight, arrived, now: True)
+
+
+@mutation
+def find_what_was_reset_in_a_tier(patch: Patch) -> None:
+    """After a reset pages go by their old names, and tiers keep what they had."""
+
+    def reset(self: Transfers) -> None:
+        self._roots.clear()
+        self.settle()
+
+    patch.setattr(Transfers, "reset", reset)
+
+
+@mutation
+def forget_who_waits_for_a_load(patch: Patch) -> None:
+    """A load that fails wakes nobody."""
+    leave = Transfers._leave
+
+    def broken(self: Transfers, flight: Any, now: float) -> None:
+        pending = flight.pending
+        flight.pending = PendingPage()
+        leave(self, flight, now)
+        flight.pending = pending
+
+    patch.setattr(Transfers, "_leave", broken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -67,15 +68,24 @@ class CheckedRunner(SimRunner):
         computed: what others may hit after the step: the identities of all prefixes of a row's tokens.
         fault: what was found wrong, for the world to raise: the engine takes it for a failure of the model.
         failures: how many planned failures there were.
+        meanwhile: called while a step is computed: what other threads do at that time.
     """
 
     def __init__(
-        self, cache: KVCache, clock: VirtualClock, *, rng: random.Random, failure_rate: float, slow_rate: float
+        self,
+        cache: KVCache,
+        clock: VirtualClock,
+        memory: PageMemory,
+        *,
+        rng: random.Random,
+        failure_rate: float,
+        slow_rate: float,
+        cost: StepCost,
     ) -> None:
         super().__init__(
-            memory=PageMemory(cache.num_pages, cache.page_size),
+            memory=memory,
             clock=clock,
-            cost=StepCost(per_step=0.01, per_token=0.001, per_attended=1e-6, per_copy=1e-4),
+            cost=cost,
             vocab_size=_SIZE,
             choose=choose,
         )
@@ -89,6 +99,7 @@ class CheckedRunner(SimRunner):
         self.computed: list[list[int]] = []
         self.fault: Exception | None = None
         self.failures = 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def execute(self, plan: StepPlan) -> list[SequenceResult]:
         self.computed = []
@@ -98,6 +109,7 @@ class CheckedRunner(SimRunner):
                 self._fail(plan)
             if self._rng.random() < self._slow_rate:
                 self.clock.advance(30.0)
+            self.meanwhile()
             return super().execute(plan)
         except PlannedError:
             raise

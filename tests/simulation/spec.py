@@ -60,6 +60,27 @@ class ContextSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What stands below the pool. Rates are probabilities: of a fault per call and step, of a stall per stop, and of an
+    eviction of all that nobody uses per step.
+
+    Attributes:
+        ram_pages, store_pages: how many pages memory and store take; 0 for no such tier.
+        disk_bytes: what the disk tier may take; 0 for none.
+        queue_pages: pages that may wait to be written, per tier.
+    """
+
+    ram_pages: int
+    disk_bytes: int
+    store_pages: int
+    queue_pages: int
+    sealed: bool
+    fault_rate: float
+    stall_rate: float
+    evict_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorldSpec:
     """A server and its day. Rates are probabilities per step."""
 
@@ -78,6 +99,7 @@ class WorldSpec:
     failure_rate: float
     reset_rate: float
     slow_rate: float
+    tiers: TierSpec | None
     requests: tuple[RequestSpec, ...] = field(repr=False, default=())
     contexts: tuple[ContextSpec, ...] = ()
 
@@ -107,9 +129,29 @@ def draw_world(seed: int) -> WorldSpec:
         failure_rate=rng.choice((0, 0, 0, 0.01, 0.05)),
         reset_rate=rng.choice((0, 0, 0, 0.02)),
         slow_rate=rng.choice((0, 0, 0.05)),
+        tiers=None,
     )
+    world = replace(world, tiers=_draw_tiers(world))
     asker = _Asker(rng, world)
     return replace(world, contexts=asker.contexts, requests=asker.requests())
+
+
+def _draw_tiers(world: WorldSpec) -> TierSpec | None:
+    """A quarter of the worlds that have an index have tiers."""
+    rng = random.Random(f"tiers of {world.seed}")
+    if world.index not in ("radix", "hash") or rng.random() >= 1 / 4:
+        return None
+    kinds = rng.choice(("ram", "disk", "store", "ram disk", "ram store", "disk store", "ram disk store"))
+    return TierSpec(
+        ram_pages=rng.choice((3, 30, 200)) if "ram" in kinds else 0,
+        disk_bytes=rng.choice((10_000, 100_000, 1_000_000)) if "disk" in kinds else 0,
+        store_pages=rng.choice((10, 100, 10_000)) if "store" in kinds else 0,
+        queue_pages=rng.choice((2, 30, 1000)),
+        sealed=rng.random() < 0.3,
+        fault_rate=rng.choice((0, 0.1, 0.4)),
+        stall_rate=rng.choice((0, 0, 0.01, 0.1)),
+        evict_rate=rng.choice((0, 0.1, 0.5)),
+    )
 
 
 class _Asker:

@@ -18,7 +18,7 @@ from pagetrie.errors import DeadlineExceededError, InvalidRequestError, QueueFul
 from pagetrie.kv import CacheManager, ContiguousCacheManager, KVCache
 from pagetrie.kv.eviction import make_policy
 from pagetrie.kv.pool import FREE
-from pagetrie.sim import VirtualClock
+from pagetrie.sim import PageMemory, StepCost, VirtualClock
 from pagetrie.sim.runner import logprob_of
 from tests.simulation.contexts import MAX_CONTEXTS, ContextKeeper
 from tests.simulation.fairness import Fairness
@@ -26,9 +26,14 @@ from tests.simulation.holders import check_holders
 from tests.simulation.reference import Alone, prefix_of, run_alone, run_beams_alone
 from tests.simulation.runner import CheckedRunner, choose, root_of, rows_of
 from tests.simulation.spec import RequestSpec, WorldSpec
+from tests.simulation.tiers import SimTiers
 from tests.simulation.vocabulary import AwkwardVocabulary
 
 MAX_SEED = 2**64 - 1
+MOST_IDLE_STEPS = 50
+COST = StepCost(per_step=0.01, per_token=0.001, per_attended=1e-6, per_copy=1e-4)
+SLOW_COST = StepCost(per_step=0.05, per_token=0.005)
+"""With it, it is worth most waits to load pages."""
 
 
 @dataclass(slots=True)
@@ -68,14 +73,20 @@ class World:
         self.spec = spec
         self.steps = 0
         self.clock = VirtualClock()
-        self.cache = _cache(spec, self.clock)
+        memory = PageMemory(spec.num_pages, spec.page_size)
+        self.tiers: SimTiers | None = None
+        if spec.tiers is not None:
+            self.tiers = SimTiers(spec.tiers, memory, self.clock, random.Random(f"faults of tiers of {spec.seed}"))
+        self.cache = _cache(spec, self.clock, self.tiers)
         self._rng = random.Random(f"faults of {spec.seed}")
         self.runner = CheckedRunner(
             self.cache,
             self.clock,
+            memory,
             rng=self._rng,
             failure_rate=spec.failure_rate,
             slow_rate=spec.slow_rate,
+            cost=COST if spec.tiers is None else SLOW_COST,
         )
         self.engine = Engine(
             runner=self.runner,
@@ -114,6 +125,9 @@ class World:
         self._outgrown: set[str] = set()
         self._stored: set[int] = set()  # prefixes computed since the last reset
         self._watch_schedule()
+        self._resets = self._idle_steps = 0
+        if self.tiers is not None:
+            self.runner.meanwhile = self.tiers.turns.run
 
     def run(self) -> None:
         """Play to the end."""
@@ -126,11 +140,17 @@ class World:
             if self._rng.random() < self.spec.reset_rate:
                 self.engine.reset_prefix_cache()
                 self._stored.clear()
+                self._resets += 1
             for warm in self.contexts.change(self._now):
                 self._submit(warm)
             self._step()
             self._cancel()
         self._check_the_end()
+
+    def close(self) -> None:
+        """End the threads of the tiers. Idempotent."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -193,6 +213,13 @@ class World:
         self._arrivals.sort(key=lambda r: r.arrival)
 
     def _step(self) -> None:
+        if self.tiers is not None:
+            assert isinstance(self.cache, CacheManager)
+            if pause := self.engine.pause():
+                self.tiers.wait(pause)
+            self.tiers.go_on(self.cache)
+            self._idle_steps = self._idle_steps + 1 if self.clock.now == self._step_began else 0
+            assert self._idle_steps < MOST_IDLE_STEPS, "all wait for pages, and the engine doesn't"
         failures, self._step_began = self.runner.failures, self.clock.now
         self.runner.computed.clear()
         outputs = self.engine.step()
@@ -383,6 +410,9 @@ class World:
     def _check_the_end(self) -> None:
         assert not self.engine._states and not self.engine._scheduler.running and not self.engine._scheduler.waiting
         self.contexts.delete_all()
+        if self.tiers is not None:
+            assert isinstance(self.cache, CacheManager)
+            self.tiers.finish(self.cache, exact=self.spec.index == "radix" and not self._resets)
         assert self.cache.stats().active_pages == self.cache.stats().pinned_pages == 0, "pages left behind"
         for client in self.clients.values():
             assert client.finished, f"{client.spec.name} never ended"
@@ -394,7 +424,7 @@ class World:
             assert not self.cache._computing, "a page is said to be computed by nobody"
 
 
-def _cache(spec: WorldSpec, clock: VirtualClock) -> KVCache:
+def _cache(spec: WorldSpec, clock: VirtualClock, tiers: SimTiers | None) -> KVCache:
     if spec.index == "contiguous":
         return ContiguousCacheManager(num_pages=spec.num_pages, page_size=spec.page_size, max_tokens=spec.max_model_len)
     return CacheManager(
@@ -403,4 +433,5 @@ def _cache(spec: WorldSpec, clock: VirtualClock) -> KVCache:
         index=spec.index,
         hold_limit=spec.hold_limit,
         policy=make_policy(spec.eviction, spec.num_pages, spec.page_size, clock),
+        transfers=None if tiers is None else tiers.transfers,
     )

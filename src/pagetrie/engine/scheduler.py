@@ -249,6 +249,8 @@ class Scheduler:
                 # Pages shared by several of them come free with the last one.
                 victims = [min(lesser, key=value)]
             if victims is None:
+                if self._cache.transfers is not None and self._cache.transfers.give_way():
+                    continue
                 # Held prefixes give way only to what can't run otherwise.
                 alone = len(self.running) == 1 and not self._loading()
                 if (alone or is_guaranteed(sequence)) and self._cache.give_up_hold(sequence.state.namespace):

@@ -152,7 +152,7 @@ class TransferStats:
         copied_bytes: copied out of the pool on the step's thread.
         loads, loaded_pages: loads begun; pages that came back.
         declined_loads: not begun, because computing was estimated to be faster.
-        late_loads: given up at their deadline.
+        late_loads: given up at their deadline, or before it for the pages that they held.
         failed_loads: ended early because a tier didn't deliver what it seemed to have.
     """
 
@@ -182,6 +182,10 @@ class PageTransfers(Protocol):
 
     def settle(self) -> None:
         """Take in what has arrived, give up what is late. Called between two steps."""
+        ...
+
+    def give_way(self) -> bool:
+        """Give up the load that began last, for its pages; False if no load's pages can be had now."""
         ...
 
     def has_news(self) -> bool:

@@ -245,6 +245,10 @@ class CacheManager:
         if self.transfers is not None:
             self.transfers.check()
 
+    def copies_from(self, pages: Sequence[int]) -> bool:
+        """Whether a copy that was asked for and not handed out yet reads one of these pages."""
+        return bool(self._copies) and any(source in pages for source, _ in self._copies)
+
     # -- for leases --------------------------------------------------------------------------------------------------
 
     def _take(self, count: int, share: Share, lease: Lease | None = None) -> list[int]:

@@ -46,6 +46,7 @@ _SMOOTHING = 0.3
 _SPEED_LASTS = 30.0  # seconds after which a measured speed is tried anew
 _SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
 _LOOKUP_WAIT = 0.25
+_LOOK_AGAIN = 0.05
 _NO_RETRY = 2.0  # seconds in which what failed, or was just loaded and is gone again, isn't asked for again
 _REMEMBERED = 8192
 
@@ -141,6 +142,8 @@ class Transfers:
         self._waker: Callable[[], None] = lambda: None
         self._flights: list[_Flight] = []
         self._cancelled: list[_Flight] = []
+        # Loads into pages that the coming step still has to copy from.
+        self._held_back: list[_Flight] = []
         self._lookups: list[_Lookup] = []
         # Keys of pages on their way, and of questions asked.
         self._awaited: dict[bytes, _Flight | _Lookup] = {}
@@ -300,8 +303,16 @@ class Transfers:
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
-        self.stack.start(load, self._on_progress(flight))
+        self._held_back.append(flight)
+        self._start_loads()
         return flight.pending
+
+    def _start_loads(self) -> None:
+        """Start loads, but none that would overwrite what is yet to be copied."""
+        for flight in self._held_back.copy():
+            if not self._manager.copies_from(flight.load.pages):
+                self._held_back.remove(flight)
+                self.stack.start(flight.load, self._on_progress(flight))
 
     def _worthwhile(self, refs: Sequence[PageRef], sources: Sequence[Tier], now: float) -> tuple[float, float] | None:
         """Estimated seconds to load, and to compute, these pages; None if computing them is faster."""
@@ -369,6 +380,7 @@ class Transfers:
         """Publish what has arrived, end what is over or late. Called between two steps."""
         if not (self._flights or self._lookups or self._cancelled):
             return
+        self._start_loads()
         now = self._clock()
         for flight in self._flights.copy():
             finished = flight.load.finished  # read before the count: nothing comes after it
@@ -465,6 +477,16 @@ class Transfers:
         if not self._try_free(flight):
             self._cancelled.append(flight)
 
+    def give_way(self) -> bool:
+        """See ``PageTransfers.give_way``."""
+        now = self._clock()
+        for flight in reversed(self._flights.copy()):
+            self.stats.late_loads += 1
+            self._give_up(flight, now)
+            if flight not in self._cancelled:
+                return True
+        return False
+
     def _try_free(self, flight: _Flight) -> bool:
         if not flight.load.cancel():
             return False
@@ -474,6 +496,8 @@ class Transfers:
     def _leave(self, flight: _Flight, now: float) -> None:
         """Nobody waits for this load any more, and nobody starts another one for what it didn't bring."""
         self._flights.remove(flight)
+        if flight in self._held_back:
+            self._held_back.remove(flight)
         for ref in flight.load.refs[flight.published :]:
             self._awaited.pop(ref.key, None)
             self._avoided.note(ref.key, now + _NO_RETRY)
@@ -502,7 +526,8 @@ class Transfers:
         """Whether ``settle`` has something to do now."""
         now = self._clock()
         return (
-            bool(self._cancelled)
+            bool(self._held_back)
+            or not all(flight.load.lock.locked() for flight in self._cancelled)
             or any(
                 f.load.finished or f.load.ready - f.published >= PUBLISH_PAGES or now >= f.deadline
                 for f in self._flights
@@ -513,6 +538,8 @@ class Transfers:
     def next_deadline(self) -> float | None:
         """When ``settle`` will have something to do if nothing arrives before."""
         deadlines = [flight.deadline for flight in self._flights] + [lookup.deadline for lookup in self._lookups]
+        if self._cancelled:  # a thread that hangs in a page may let go of it at any time
+            deadlines.append(self._clock() + _LOOK_AGAIN)
         return min(deadlines, default=None)
 
     @property
@@ -610,6 +637,8 @@ class Transfers:
         held = self.pages_on_their_way()
         assert len(held) == len(set(held)) == self.loading_pages
         assert all(pool.state[page] == PRIVATE and pool.references[page] == 1 for page in held)
+        copied = [flight for flight in self._flights if self._manager.copies_from(flight.load.pages)]
+        assert not [flight for flight in copied if flight not in self._held_back], "a load overwrites what is copied"
         for flight in self._flights:
             assert flight.node.pins > 0 and not flight.pending.done
             for ref in flight.load.refs[flight.published :]:
