@@ -1,4 +1,4 @@
-"""``python -m bench``: the benchmarks that need neither a peer nor a model, one after another.
+"""``python -m bench``: the benchmarks of the cache, one after another; only that of the tiers needs the bundled model.
 
 ``python -m bench peers`` installs other servers, ``python -m bench serving`` measures pagetrie against them.
 """
@@ -9,10 +9,11 @@ import sys
 
 USAGE = """usage: python -m bench [COMMAND] [--help]
 
-  (none)       bookkeeping, scheduler, then waste
+  (none)       bookkeeping, scheduler, waste, then tiers
   bookkeeping  what the cache manager costs per request
   scheduler    what a step costs besides the model
   waste        KV memory that holds no token, paged and contiguous
+  tiers        time to first token from each tier, read rates, what a neighbour notices of a load
   peers        install and list other servers to measure against
   serving      pagetrie and its peers, served and measured end to end
   live         what an open dashboard costs at 256 sequences
@@ -21,7 +22,7 @@ USAGE = """usage: python -m bench [COMMAND] [--help]
 
 
 def main(arguments: list[str]) -> int:
-    # Imported as needed: only `serving` wants a model, and it takes a second to import.
+    # Imported as needed: what wants a model takes a second to import.
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "peers":
         from bench import peers
@@ -41,6 +42,10 @@ def main(arguments: list[str]) -> int:
         sys.argv[1:] = rest
         live.main()
         return 0
+    if command == "tiers":
+        from bench import tiers
+
+        return tiers.main(rest)
     if command not in ("", "bookkeeping", "scheduler", "waste"):
         print(USAGE, file=sys.stdout if command in ("-h", "--help", "help") else sys.stderr, end="")
         return 0 if command in ("-h", "--help", "help") else 2
@@ -52,6 +57,10 @@ def main(arguments: list[str]) -> int:
             module.main()
         if not command:
             print()
+    if not command:
+        from bench import tiers
+
+        return tiers.main(rest)
     return 0
 
 
