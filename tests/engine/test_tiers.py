@@ -389,6 +389,23 @@ def test_reset_forgets_tiers_and_what_is_on_its_way() -> None:
     assert world.cache.stats().loading_pages == 0
 
 
+def test_what_ran_during_a_reset_reaches_no_tier_after_it() -> None:
+    """A11: pages that a running request keeps over a reset aren't written down when they are evicted later."""
+    tier = ToldTier()
+    world = TieredWorld(tier, ram_pages=50)
+    world.add("first", PROMPT, max_tokens=8, ignore_eos=True)
+    world.step()
+    world.engine.reset_prefix_cache()
+    world.finish()
+    world.forget_pool()
+    world.add("again", PROMPT, max_tokens=3)
+    world.finish()
+    right(world, "again")
+    last = world.seen["again"].last
+    assert last is not None and last.cached_tokens == 0
+    assert world.transfers.stats.loads == 0
+
+
 def test_tenants_and_secrets_have_their_own_pages() -> None:
     """D10, H1: another salt never hits, the same one does."""
     tier = ToldTier()

@@ -131,7 +131,9 @@ def draw_world(seed: int) -> WorldSpec:
         slow_rate=rng.choice((0, 0, 0.05)),
         tiers=None,
     )
-    world = replace(world, tiers=_draw_tiers(world))
+    if (tiers := _draw_tiers(world)) is not None:
+        # What was stored before a reset must not come back from below.
+        world = replace(world, tiers=tiers, reset_rate=random.Random(f"resets of {seed}").choice((0, 0, 0.05)))
     asker = _Asker(rng, world)
     return replace(world, contexts=asker.contexts, requests=asker.requests())
 

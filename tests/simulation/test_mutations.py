@@ -12,6 +12,10 @@ ENOUGH = 200
 """Worlds within which a planted bug must show."""
 
 SHOWN_BY = {
+    "find_what_was_reset_in_a_tier": 166,
+    "fill_pages_after_the_deadline": 101,
+    "take_a_failed_load_for_whole": 85,
+    "wait_for_a_tier_without_end": 75,
     "append_what_was_cut_off": 80,
     "keep_what_was_reset": 74,
     "preempt_without_end": 120,

@@ -31,7 +31,7 @@ from pagetrie.sim import PageMemory, VirtualClock
 from tests.simulation.spec import TierSpec
 
 SECRET = bytes(32)
-FAULTS = ("lie", "flip", "truncate", "swap", "lose", "die")
+FAULTS = ("lie", "flip", "flip", "flip", "truncate", "swap", "lose", "die")
 
 
 class Over(BaseException):
@@ -104,7 +104,11 @@ class TurnTaker:
 
 
 class Turns:
-    """Says which thread runs when. Deterministic, as never two run at once."""
+    """Says which thread runs when. Deterministic, as never two run at once.
+
+    Attributes:
+        fault: what was found wrong on one of them, for ``run`` to raise.
+    """
 
     def __init__(self, clock: VirtualClock, rng: random.Random, stall_rate: float) -> None:
         self._clock = clock
@@ -112,6 +116,7 @@ class Turns:
         self._stall_rate = stall_rate
         self._takers: list[TurnTaker] = []
         self.threads: dict[threading.Thread, TurnTaker] = {}
+        self.fault: Exception | None = None
 
     def make_worker(self, name: str) -> TurnTaker:
         self._takers.append(TurnTaker(self))
@@ -134,9 +139,9 @@ class Turns:
         """Let all go on whose time has come."""
         while (due := self.next_due()) is not None and due <= self._clock.now:
             next(taker for taker in self._takers if taker.due == due).turn()
-        for taker in self._takers:
-            if taker.error is not None:
-                raise taker.error
+        for error in (self.fault, *(taker.error for taker in self._takers)):
+            if error is not None:
+                raise error
 
     def next_due(self) -> float | None:
         return min((taker.due for taker in self._takers if taker.due is not None), default=None)
@@ -158,16 +163,20 @@ class SimBytes:
     def __init__(self, memory: PageMemory, turns: Turns) -> None:
         self._memory = memory
         self._turns = turns
+        self._given: set[bytes] = set()
         self.bytes_per_page = 8 * (memory.page_size + 2)
 
     def read_page(self, page: int) -> Bytes:
         content = self._memory._pages[page]
         words = np.zeros(self._memory.page_size + 2, np.uint64)
         words[: len(content) + 1] = [len(content), *content]
+        self._given.add(words.tobytes())
         return words.view(np.uint8)
 
     def write_page(self, page: int, data: Bytes) -> None:
         self._turns.stop()
+        if data.tobytes() not in self._given:
+            self._turns.fault = AssertionError("a tier hands out what it was never given")
         count, *content = data.view(np.uint64).tolist()
         self._memory._pages[page] = content[:count]
 
@@ -204,7 +213,7 @@ class FaultyBackend:
         good = values[wrong]
         if isinstance(good, bytes):
             flipped = bytearray(good)
-            flipped[self._rng.choice((-1, 1)) * self._rng.randrange(1, len(good) // 4)] ^= 1 << self._rng.randrange(8)
+            flipped[-self._rng.randrange(1, len(good) // 4)] ^= 1 << self._rng.randrange(8)
             other = self._rng.choice([value for value in self._values.values() if value != good] or [b""])
             values[wrong] = {"flip": bytes(flipped), "truncate": good[:-8], "swap": other, "lose": None}.get(
                 fault, good
@@ -280,7 +289,7 @@ class SimTiers:
         self.turns.run()
         if self._rng.random() < self._spec.evict_rate:
             cache.index.evict(cache.index.cached_pages)
-        if self._folder is not None and self._rng.random() < self._spec.fault_rate:
+        if self._folder is not None and self._rng.random() < self._spec.fault_rate / 4:
             self._harm(Path(self._folder.name))
 
     def _harm(self, folder: Path) -> None:
@@ -296,7 +305,7 @@ class SimTiers:
             if how == "truncate":
                 file.truncate(self._rng.randrange(size + 1))
                 return
-            for _ in range(min(size, self._rng.choice((1, 20)))):
+            for _ in range(min(size, self._rng.choice((1, 200)))):
                 at = self._rng.randrange(size)
                 file.seek(at)
                 byte = file.read(1)[0]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
 from pagetrie.kv.keys import ChainKeys, tag_of
-from pagetrie.kv.page_tree import Node
+from pagetrie.kv.page_tree import Node, root_of
 from pagetrie.kv.pool import PRIVATE
 from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import PageRef, Speed, Tier
@@ -187,11 +187,11 @@ class Transfers:
             parent = key
 
     def _edge(self, node: Node, first: int) -> Iterator[tuple[PageRef, int]]:
-        """Names and numbers of a node's pages from ``first`` on."""
-        above = node
-        while above.parent is not None:
-            above = above.parent
-        namespace = self._root_key(above)
+        """Names and numbers of a node's pages from ``first`` on; none if they were forgotten by a reset."""
+        root = root_of(node)
+        if root.dead:
+            return
+        namespace = self._root_key(root)
         if first:
             parent = self._page_keys[node.pages[first - 1]]
         else:
