@@ -12,6 +12,7 @@ ENOUGH = 200
 """Worlds within which a planted bug must show."""
 
 SHOWN_BY = {
+    "skip_the_checksum": 626,
     "find_what_was_reset_in_a_tier": 166,
     "fill_pages_after_the_deadline": 101,
     "take_a_failed_load_for_whole": 85,
