@@ -13,7 +13,7 @@ ENOUGH = 200
 
 SHOWN_BY = {
     "skip_the_checksum": 626,
-    "find_what_was_reset_in_a_tier": 166,
+    "find_what_was_reset_in_a_tier": 210,
     "fill_pages_after_the_deadline": 101,
     "take_a_failed_load_for_whole": 85,
     "wait_for_a_tier_without_end": 75,

@@ -144,8 +144,9 @@ class WaitingQueue:
         fresh = self._next_fresh(passed)
         if not self._victims:
             return fresh
-        victim = self._victims[0]
-        return fresh if fresh is not None and more_urgent(fresh, victim) else victim
+        if fresh is not None and all(more_urgent(fresh, victim) for victim in self._victims):
+            return fresh
+        return self._victims[0]
 
     def _next_fresh(self, passed: Collection[Sequence]) -> Sequence | None:
         first = next((sequence for sequence in self._fresh if sequence not in passed), None)
