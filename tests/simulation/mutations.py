@@ -545,21 +545,6 @@ def keep_the_pages_of_a_failed_load(patch: Patch) -> None:
 
 
 @mutation
-def store_a_page_that_is_written(patch: Patch) -> None:
-    """A page goes to the tiers when it is taken, before the step that fills it."""
-    publish = Lease._publish_run
-
-    def broken(self: Lease, full: int) -> None:
-        publish(self, full)
-        transfers, size = self._manager.transfers, self._manager.index.page_bytes
-        tokens = bytes(self._tokens[full * size : (full + 1) * size])
-        if transfers is not None and full and full < len(self.pages) and len(tokens) == size:
-            transfers.published(self._root, self.pages[full - 1], tokens, self.pages[full : full + 1])
-
-    patch.setattr(Lease, "_publish_run", broken)
-
-
-@mutation
 def queue_the_page_itself(patch: Patch) -> None:
     """A page waits for a writer uncopied, and is evicted and filled anew meanwhile."""
 

@@ -13,6 +13,12 @@ ENOUGH = 200
 
 SHOWN_BY = {
     "skip_the_checksum": 626,
+    "forget_the_page_before": 36,
+    "free_a_page_that_is_filled": 73,
+    "publish_what_has_not_arrived": 46,
+    "keep_the_pages_of_a_failed_load": 61,
+    "queue_the_page_itself": 46,
+    "forget_who_waits_for_a_load": 36,
     "find_what_was_reset_in_a_tier": 210,
     "fill_pages_after_the_deadline": 101,
     "take_a_failed_load_for_whole": 85,

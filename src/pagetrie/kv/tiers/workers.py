@@ -46,8 +46,11 @@ class ThreadWorker:
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
+        with contextlib.suppress(OSError, AttributeError):  # on Linux a thread has a niceness and a policy of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            # When it wakes, a batch thread doesn't push one that computes off its core. (An idle one would also keep
+            # the interpreter's lock for long on a busy machine.)
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
         while (job := self._jobs.get()) is not None:
             try:
                 job()
