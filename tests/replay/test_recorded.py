@@ -13,7 +13,7 @@ from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishRepo
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.recording import TraceRecorder
 from pagetrie.engine.request import Request
-from pagetrie.kv import CacheManager
+from pagetrie.kv import CacheManager, RequestKind
 from pagetrie.replay.engine import ReplicaOptions, replay_engine
 from pagetrie.replay.trace import read_trace
 from pagetrie.sim import PageMemory, SimRunner, StepCost, VirtualClock
@@ -32,6 +32,7 @@ class Chats(EngineObserver):
         self.cached: dict[str, int] = {}
         self.talks: list[list[int]] = []
         self.prompts: dict[str, list[int]] = {}
+        self.kinds: list[RequestKind] = []
 
     def on_admission(self, report: AdmissionReport) -> None:
         self.cached[report.request_id] = report.cached_tokens
@@ -71,7 +72,9 @@ def test_a_recording_hits_what_was_hit(tmp_path: Path, seed: int) -> None:
         talk = chats.talks.pop(rng.randrange(len(chats.talks))) if chats.talks and rng.random() < 0.6 else trunk
         prompt = chats.prompts[str(number)] = [*talk, *ids(rng.randrange(1, 30))][: PAGES * SIZE // 3]
         params = SamplingParams(max_tokens=rng.randrange(1, 20), temperature=0, ignore_eos=True)
-        engine.add(Request(str(number), prompt, params))
+        kind = rng.choice(list(RequestKind))
+        chats.kinds.append(kind)
+        engine.add(Request(str(number), prompt, params, kind=kind))
     run_until(float("inf"))
     recorder.close()
     assert engine.cache_stats().evicted_pages > 0
@@ -79,6 +82,7 @@ def test_a_recording_hits_what_was_hit(tmp_path: Path, seed: int) -> None:
     trace = read_trace(tmp_path / "trace")
     options = ReplicaOptions(num_pages=PAGES, page_size=SIZE, max_num_seqs=8, max_num_batched_tokens=64)
     outcome = replay_engine(trace, options, COST)
+    assert [served.request.kind for served in outcome.served] == chats.kinds
     # Of pages that begin equally alike, the order of the tokens decides which is copied; a recording has other tokens.
     pairs = [(served.cached_tokens, chats.cached[str(number)]) for number, served in enumerate(outcome.served)]
     assert sum(here != there for here, there in pairs) <= 2

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagetrie.errors import ConfigError
+from pagetrie.kv import RequestKind
 from pagetrie.replay.trace import TraceRequest, read_trace
 
 MOONCAKE = {"timestamp": 27482, "input_length": 1030, "output_length": 52, "hash_ids": [46, 47, 2353]}
@@ -51,11 +52,12 @@ def test_a_recorded_one(tmp_path: Path) -> None:
     lines = [
         {"pagetrie_trace": 1, "page_tokens": 32},
         {"t": 0.5, "in": 40, "out": 3, "pages": ["k1", "k2"]},
-        {"t": 0.75, "in": 50, "out": 3, "pages": ["k1", "k3"]},
+        {"t": 0.75, "in": 50, "out": 3, "pages": ["k1", "k3"], "kind": 3},
     ]
     trace = read_trace(write(tmp_path, *lines))
     assert trace.page_tokens == 32
     assert [(request.time, request.pages) for request in trace.requests] == [(0.5, [0, 1]), (0.75, [0, 2])]
+    assert [request.kind for request in trace.requests] == [RequestKind.UNKNOWN, RequestKind.TOOL]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_pages_that_begin_alike(tmp_path: Path) -> None:
         ({"page": "a", "like": 1.5, "tokens": 2}, "must be page ids"),
         ({"page": "a", "like": "b", "tokens": 4}, "between 1 and 3, got 4"),
         ({"page": "a", "like": "b"}, "got None"),
+        ({"t": 0, "in": 4, "out": 5, "pages": ["a"], "kind": 9}, "kind must be between 0 and 4, got 9"),
         ({"t": 0, "in": 4, "out": 5, "pages": ["a"], "answer": ["b"]}, "1 page ids for an answer of 5 tokens"),
         ({"t": 0, "in": 4, "out": 5, "pages": ["a"], "answer": [None]}, "the answer's page ids must be"),
     ],

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pagetrie.kv import RequestKind
 from tests.server.double import EngineDouble
 
 pytestmark = pytest.mark.anyio
@@ -150,7 +151,7 @@ async def test_defaults(site):
     request = site.engine.last
     assert request.params.max_tokens is None and request.params.temperature == 1.0 and request.params.n == 1
     assert request.params.use_prefix_cache and request.namespace_salt == ""
-    assert request.priority == 0 and request.timeout is None
+    assert request.priority == 0 and request.timeout is None and request.kind is RequestKind.CHAT
     assert bytes(request.prompt_ids) == b"user: hi\nassistant: "  # no second BOS: the template brings its own
 
 
@@ -164,6 +165,7 @@ async def test_messages_are_put_into_the_templates_shape(site):
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": messages, "tools": tools, "chat_template_kwargs": {"mood": "calm"}, "tool_choice": "none"}
     assert (await site.post("/v1/chat/completions", body)).status_code == 200
+    assert site.engine.last.kind is RequestKind.TOOL
     [seen] = site.template.calls
     assert seen["messages"][0] == {"role": "system", "content": messages[0]["content"]}
     assert seen["messages"][1]["content"] == ""

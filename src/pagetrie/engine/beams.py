@@ -25,6 +25,7 @@ class GroupLease:
         self.leases = leases
         self.holder = leases[0].holder
         self.ttl = leases[0].ttl
+        self.kind = leases[0].kind
         self.awaits: PendingPage | None = None
 
     @property

@@ -179,7 +179,13 @@ class Engine:
         self._stalled = False
         self._observer.on_arrival(
             ArrivalReport(
-                request.request_id, state.arrival, request.prompt_ids, state.namespace, params, request.trace_headers
+                request.request_id,
+                state.arrival,
+                request.prompt_ids,
+                state.namespace,
+                params,
+                request.trace_headers,
+                request.kind,
             )
         )
 

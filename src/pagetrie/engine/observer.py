@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pagetrie.engine.cache_records import MissReason
 from pagetrie.engine.output import FinishReason
 from pagetrie.engine.params import SamplingParams
+from pagetrie.kv import RequestKind
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class ArrivalReport:
     namespace: bytes
     params: SamplingParams
     trace_headers: Mapping[str, str]
+    kind: RequestKind = RequestKind.UNKNOWN
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ class _Open:
     prompt: bytes
     root: bytes
     pages: list[str]
+    kind: int
     output_tokens: int = 0
 
 
@@ -120,7 +121,7 @@ class TraceRecorder(EngineObserver):
             self._start = report.time
         root, prompt = self._keys.root(report.namespace), pack_tokens(report.prompt_ids)
         pages = self._note(root, prompt)
-        self._open[report.request_id] = _Open(report.time - self._start, prompt, root, pages)
+        self._open[report.request_id] = _Open(report.time - self._start, prompt, root, pages, report.kind)
 
     def on_finish(self, report: FinishReport) -> None:
         request = self._open.get(report.request_id)
@@ -136,6 +137,8 @@ class TraceRecorder(EngineObserver):
             "out": request.output_tokens,
             "pages": request.pages,
         }
+        if request.kind:
+            line["kind"] = request.kind
         if report.n == 1 and report.output_ids:
             whole = request.prompt + pack_tokens(report.output_ids)
             line["answer"] = self._note(request.root, whole)[len(request.prompt) // self._page_bytes :]

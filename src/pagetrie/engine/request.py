@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.tenant import LOCAL, Owner, Tenant
+from pagetrie.kv import RequestKind
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 MAX_TIMEOUT = 7 * 86400.0
@@ -47,6 +48,7 @@ class Request:
         context: what it starts from, if that is to be kept.
         tenant: whose it is; pages are shared within a tenant only.
         trace_headers: of the trace that it is part of, for observers.
+        kind: what it is, for the eviction policy.
     """
 
     request_id: str
@@ -58,3 +60,4 @@ class Request:
     context: ContextUse | None = None
     tenant: Tenant = LOCAL
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    kind: RequestKind = RequestKind.UNKNOWN

@@ -476,6 +476,7 @@ class Scheduler:
         )
         lease.holder = state.request.request_id
         lease.ttl = state.request.params.cache_ttl
+        lease.kind = state.request.kind
         return lease
 
     def _most_pages(self, sequence: Sequence) -> int:

@@ -2,6 +2,7 @@
 
 from pagetrie.kv.contiguous import ContiguousCacheManager
 from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.eviction.policy import RequestKind
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.holds import Hold
 from pagetrie.kv.interface import (
@@ -33,6 +34,7 @@ __all__ = [
     "Lease",
     "PageTransfers",
     "PendingPage",
+    "RequestKind",
     "ResetReport",
     "TransferReport",
     "encode_namespace",

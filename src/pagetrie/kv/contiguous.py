@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pagetrie.errors import HoldLimitError
 from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.eviction.policy import RequestKind
 from pagetrie.kv.interface import CacheHold, CacheLease, CacheStats, PageTransfers, PendingPage, ResetReport
 from pagetrie.kv.picture import EdgeText, Numbers, PageOwner, Picture, draw_reserved
 from pagetrie.kv.shares import Allowance, OwnedPages
@@ -167,6 +168,7 @@ class ContiguousLease:
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None
+        self.kind = RequestKind.UNKNOWN
 
     def extend(self, count: int) -> int:
         manager = self._manager

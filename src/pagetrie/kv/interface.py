@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pagetrie.kv.diagnosis import Diagnosis
+from pagetrie.kv.eviction.policy import RequestKind
 from pagetrie.kv.shares import Allowance, OwnedPages
 from pagetrie.kv.tiers.interface import TierStats
 
@@ -67,6 +68,8 @@ class CacheLease(Protocol):
     """Whom it is for, in words of whoever opened it; what it evicts is put down to that name."""
     ttl: float | None
     """Seconds, from its end on, for which its prefix should stay cached: a hint to the eviction policy."""
+    kind: RequestKind
+    """Of its request; for the eviction policy, too."""
 
     @property
     def computed(self) -> int:

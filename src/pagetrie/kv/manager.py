@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pagetrie.kv.diagnosis import Diagnosis, diagnose, lost_names
-from pagetrie.kv.eviction import EvictionPolicy, Use, make_policy
+from pagetrie.kv.eviction import EvictionPolicy, RequestKind, Use, make_policy
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
 from pagetrie.kv.hashchain import HashIndex
 from pagetrie.kv.holds import Hold, HoldBook
@@ -350,6 +350,7 @@ class Lease:
         "closed",
         "computed",
         "holder",
+        "kind",
         "pages",
         "share",
         "ttl",
@@ -386,6 +387,7 @@ class Lease:
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None
+        self.kind = RequestKind.UNKNOWN
 
     def __len__(self) -> int:
         """Known tokens."""
@@ -546,6 +548,7 @@ class Lease:
         child.cached_tokens = self.cached_tokens
         child.holder = self.holder
         child.ttl = self.ttl
+        child.kind = self.kind
         child.pages = self.pages[: manager.pages_for(self.computed)]
         child._indexed = self._indexed
         child._copy_pending = self._copy_pending
@@ -577,7 +580,7 @@ class Lease:
             self._partial = None
         use = None
         if self.computed > self.cached_tokens:
-            use = Use(self._prompt_tokens, self.cached_tokens, len(self) - self._prompt_tokens, self.ttl)
+            use = Use(self._prompt_tokens, self.cached_tokens, len(self) - self._prompt_tokens, self.ttl, self.kind)
         index.touch(self._node, use)
         if manager.transfers is not None and self._indexed and not self._root.dead:
             manager.transfers.used(self.pages[self._indexed - 1])

@@ -264,7 +264,7 @@ class _Replica(EngineObserver):
         self._outcome.served.append(served)
         self.pending += request.prompt_tokens
         params = SamplingParams(max_tokens=max(request.output_tokens, 1), temperature=0, ignore_eos=True, seed=number)
-        self._engine.add(Request(name, prompt, params))
+        self._engine.add(Request(name, prompt, params, kind=request.kind))
 
     def run_until(self, time: float) -> None:
         """Steps that begin before ``time``; the last one may end after it."""

@@ -152,7 +152,8 @@ class IndexReplay:
                 end = self._store(node, tokens[4 * (stored + full) :], pages[full:])
                 index.unpin(node)
                 node = end
-        use = Use(request.prompt_tokens, min(hits * self.page_tokens, request.prompt_tokens), request.output_tokens)
+        cached = min(hits * self.page_tokens, request.prompt_tokens)
+        use = Use(request.prompt_tokens, cached, request.output_tokens, kind=request.kind)
         index.touch(node, use)
         index.unpin(node)
         return hits

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pagetrie.errors import ConfigError
+from pagetrie.kv import RequestKind
 
 TraceFormat = Literal["mooncake", "bailian", "vllm", "pagetrie"]
 
@@ -29,6 +30,7 @@ class TraceRequest:
         prompt_tokens, output_tokens: lengths.
         pages: ids of the prompt's pages, prefix-chained: an equal id means an equal page behind an equal prefix. The
             last page may be filled in part.
+        kind: what it was, where that is known.
         answer: ids of the pages that hold the answer, from the one that the prompt ends in; empty if they aren't known.
     """
 
@@ -37,6 +39,7 @@ class TraceRequest:
     output_tokens: int
     pages: list[int]
     answer: list[int] = field(default_factory=list)
+    kind: RequestKind = RequestKind.UNKNOWN
 
 
 @dataclass(slots=True)
@@ -91,8 +94,8 @@ def read_trace(path: Path, *, form: TraceFormat | None = None, page_tokens: int 
     vllm         the same fields (its ``timed_trace`` data set), 16 tokens per id unless told
     bailian      {"chat_id", "parent_chat_id", "timestamp": s, "input_length", "output_length", "type", "turn",
                  "hash_ids"}, 16 tokens per id
-    pagetrie     {"pagetrie_trace": 1, "page_tokens": n}, then {"t": s, "in", "out", "pages": [...], "answer": [...]},
-                 the last one optional, and {"page", "like", "tokens": n} for pages that begin alike, as
+    pagetrie     {"pagetrie_trace": 1, "page_tokens": n}, then {"t": s, "in", "out", "pages": [...], "answer": [...],
+                 "kind"}, the last two optional, and {"page", "like", "tokens": n} for pages that begin alike, as
                  ``serve --record`` writes it
     ===========  ===========================================================================================
 
@@ -229,6 +232,9 @@ def _request(
         raise ConfigError(f"{where}: the answer's page ids must be a list of numbers or strings")
     if answer and len(answer) != -(-(prompt % page_tokens + output) // page_tokens):
         raise ConfigError(f"{where}: {len(answer)} page ids for an answer of {output} tokens")
+    kind = line.get("kind", 0)
+    if not isinstance(kind, int) or not 0 <= kind <= max(RequestKind):
+        raise ConfigError(f"{where}: kind must be between 0 and {max(RequestKind)}, got {kind!r}")
     # Ids are renumbered from 0, so that any of them fits 32 bits.
     numbered, answered = ([ids.setdefault(page, len(ids)) for page in part] for part in (pages, answer))
-    return TraceRequest(time * scale, prompt, output, numbered, answered)
+    return TraceRequest(time * scale, prompt, output, numbered, answered, RequestKind(kind))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.params import SamplingParams
+from pagetrie.kv import RequestKind
 from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect
 from pagetrie.server.context import ServerContext, read_json_body
@@ -30,6 +31,11 @@ async def chat_completions(context: ServerContext, http: HttpRequest) -> Respons
     return await unless_disconnected(http.receive, _answer(context, body, request_id, caller))
 
 
+def _kind(messages: Sequence[Mapping[str, Any]]) -> RequestKind:
+    """An agent's loop is known by the tool's result that it goes on from."""
+    return RequestKind.TOOL if messages and messages[-1]["role"] == "tool" else RequestKind.CHAT
+
+
 async def _answer(context: ServerContext, body: bytes, request_id: str, caller: Caller) -> Response:
     request, params, prompt, model = await context.workers.run(len(body), lambda: _prepare(context, body))
     use = None
@@ -45,6 +51,7 @@ async def _answer(context: ServerContext, body: bytes, request_id: str, caller: 
         use,
         priority=request.priority or 0,
         timeout=request.timeout,
+        kind=_kind(request.messages),
     )
     explained = (
         Explained(context, request_id, outputs, caller.owner(request.cache_salt)) if request.explain_cache else None

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from pagetrie.engine.params import SamplingParams
+from pagetrie.kv import RequestKind
 from pagetrie.server.auth import Caller
 from pagetrie.server.collect import collect, likeliest
 from pagetrie.server.context import ServerContext, read_json_body
@@ -50,6 +51,7 @@ async def _answer(context: ServerContext, body: bytes, request_id: str, caller: 
         use,
         priority=request.priority or 0,
         timeout=request.timeout,
+        kind=RequestKind.COMPLETION,
     )
     count = len(prompts) * params.n
     explained = (

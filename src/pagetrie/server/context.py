@@ -14,6 +14,7 @@ from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import ContextUse, Request
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.errors import EngineError, InvalidRequestError
+from pagetrie.kv import RequestKind
 from pagetrie.server import exchange as exchanges
 from pagetrie.server.auth import Caller, caller
 from pagetrie.server.engine_api import Engine, Source
@@ -116,6 +117,7 @@ class ServerContext:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        kind: RequestKind = RequestKind.UNKNOWN,
     ) -> OutputStream:
         """Queue all prompts of an API request, or none. ``use`` is the context that its one prompt starts from.
 
@@ -141,6 +143,7 @@ class ServerContext:
                     timeout=timeout,
                     context=use,
                     trace_headers=trace_headers,
+                    kind=kind if use is None else RequestKind.CONTEXT,
                 )
                 sources.append(await self.loop.submit(request))
         except BaseException:

@@ -6,7 +6,7 @@ import time
 
 from pagetrie.kv.eviction.adaptive import Adaptive
 from pagetrie.kv.eviction.classic import Fifo, Gdsf, Lfu, Lru, S3Fifo, Slru, Ttl
-from pagetrie.kv.eviction.policy import Clock, EvictionPolicy, Use
+from pagetrie.kv.eviction.policy import Clock, EvictionPolicy, RequestKind, Use
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     policy.name: policy for policy in (Lru, Fifo, Lfu, Slru, S3Fifo, Gdsf, Ttl, Adaptive)
@@ -18,4 +18,4 @@ def make_policy(name: str, num_pages: int, page_tokens: int, clock: Clock = time
     return POLICIES[name](num_pages, page_tokens, clock)
 
 
-__all__ = ["POLICIES", "Clock", "EvictionPolicy", "Use", "make_policy"]
+__all__ = ["POLICIES", "Clock", "EvictionPolicy", "RequestKind", "Use", "make_policy"]

@@ -120,7 +120,7 @@ class Adaptive(EvictionPolicy):
         before, continues = self._turn_before(node, now)
         if not continues:
             self._count_branch(node, use.cached_tokens, now)
-        turn = Turn(now, use.prompt_tokens, use.cached_tokens, use.output_tokens, before)
+        turn = Turn(now, use.prompt_tokens, use.cached_tokens, use.output_tokens, before, use.kind)
         turn.pages = use.prompt_tokens // self._page_tokens
         home: Node | None = node
         while home is not None and turn.pages <= home.start:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from pagetrie.kv.page_tree import Node
 
 Clock = Callable[[], float]
+
+
+class RequestKind(IntEnum):
+    """What a server knows of a request and its length doesn't tell; policies only tell the kinds apart.
+
+    ``TOOL`` is a chat that goes on from a tool's result, ``CONTEXT`` one that starts from a kept context.
+    """
+
+    UNKNOWN = 0
+    COMPLETION = 1
+    CHAT = 2
+    TOOL = 3
+    CONTEXT = 4
 
 
 @dataclass(slots=True)
@@ -28,12 +42,14 @@ class Use:
         cached_tokens: how many of them were found in the cache.
         output_tokens: tokens generated.
         ttl: seconds for which the client asked to keep the prefix; None without such a hint.
+        kind: of the request.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     ttl: float | None = None
+    kind: RequestKind = RequestKind.UNKNOWN
 
 
 class EvictionPolicy(ABC):

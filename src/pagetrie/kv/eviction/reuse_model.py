@@ -72,7 +72,13 @@ class Turn:
     )
 
     def __init__(
-        self, time: float, prompt_tokens: int, cached_tokens: int, output_tokens: int, before: Turn | None
+        self,
+        time: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+        before: Turn | None,
+        kind: int = 0,
     ) -> None:
         self.time = time
         self.pages = 0
@@ -92,6 +98,7 @@ class Turn:
             -1.0 if before is None else time - before.time,
             0.0 if before is None else float(before.output_tokens),
             0.0 if before is None else float(before.new_tokens),
+            float(kind),
         )
         self.level = 0
         self.continued = math.inf
