@@ -40,7 +40,8 @@ class LiveFeed:
         context: the app's.
         view: takes them.
         access: knows the tenants.
-        interval: seconds between them.
+        interval: seconds between them, at least.
+        share: and at least this many times what one costs.
         cpu_clock: seconds that the calling thread has computed.
 
     Attributes:
@@ -53,12 +54,14 @@ class LiveFeed:
         view: LiveView,
         access: Access,
         interval: float = INTERVAL,
+        share: float = SHARE,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._context = context
         self._view = view
         self._access = access
         self._interval = interval
+        self._share = share
         self._cpu_clock = cpu_clock
         self._writer = FrameWriter(context.tokenizer)
         self._viewers = 0
@@ -127,7 +130,7 @@ class LiveFeed:
     @property
     def _due(self) -> float:
         """When the next snapshot may be taken."""
-        return self._taken + max(self._interval, SHARE * self._cost)
+        return self._taken + max(self._interval, self._share * self._cost)
 
     async def _take(self) -> None:
         """Take a snapshot, unless the latest is young enough."""
