@@ -23,7 +23,8 @@ from pagetrie.kv.eviction.policy import RankPolicy
 from pagetrie.kv.holds import Hold, HoldBook
 from pagetrie.kv.interface import PendingPage
 from pagetrie.kv.keys import ChainKeys
-from pagetrie.kv.manager import CacheManager, Lease
+from pagetrie.kv.lease import Lease
+from pagetrie.kv.manager import CacheManager
 from pagetrie.kv.page_tree import Node, PageTree
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex

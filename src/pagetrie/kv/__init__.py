@@ -15,7 +15,8 @@ from pagetrie.kv.interface import (
     ResetReport,
     TransferReport,
 )
-from pagetrie.kv.manager import CacheManager, Lease
+from pagetrie.kv.lease import Lease
+from pagetrie.kv.manager import CacheManager
 from pagetrie.kv.namespace import encode_namespace, owner_id
 from pagetrie.kv.shares import Allowance
 
