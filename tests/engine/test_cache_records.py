@@ -30,6 +30,20 @@ def test_a_page_that_a_running_request_still_fills(index: str) -> None:
     world.run()
 
 
+def test_a_page_of_a_victim_that_made_way_in_the_same_step() -> None:
+    world = World(page_size=4, seats=2, budget=64)
+    prompt = list(range(1, 12))
+    world.add("other", list(range(30, 50)), max_tokens=30, ignore_eos=True, priority=-5)
+    world.add("victim", prompt, max_tokens=30, ignore_eos=True, priority=5)
+    world.step()
+    world.add("urgent", prompt, max_tokens=1, priority=-3)
+    world.step()
+    found = record(world, "urgent")
+    assert (found.reason, found.cached_tokens, found.matched) == ("computing", 8, 8)
+    assert (found.computing, found.computed_by) == (2, "")
+    world.run()
+
+
 def test_who_computes_for_another_salt_or_for_itself_alone_is_no_reason() -> None:
     world = World(page_size=16)
     prompt = list(range(1, 12))

@@ -50,7 +50,8 @@ class CacheRecord:
         below, below_tokens: the tier that holds more of it, and how much, though it wasn't loaded.
         evicted, evicted_at: tokens that were given up, and when.
         evicted_for: the request that needed their pages; empty if that isn't for this one to know.
-        computing, computed_by: tokens that a running request holds unpublished, and which one.
+        computing, computed_by: tokens that a running request holds unpublished, and which one; empty if it has just
+            been preempted.
         elsewhere, elsewhere_tokens: part of the namespace without which more would match, and how much.
         rewrites: the earlier request whose answer this prompt seems to write in another way.
         surely: it does so; else only if the texts are the same again further on.
@@ -173,6 +174,9 @@ class CacheRecords:
             return record("bypassed", bypass="prompt_logprobs")
         if found is None:
             return record("complete", matched=state.cached_tokens)
+        if found.matched >= len(ids) - 1:
+            # Stored since the look-up, by a sequence that gave its seat to this one.
+            return record("computing", matched=state.cached_tokens, computing=len(ids) - 1 - state.cached_tokens)
         at = found.matched
         computing, computed_by = _being_computed(sequence, running, ids, at)
         reason = _reason(found, computing, self._cache.page_size)

@@ -138,6 +138,8 @@ def _sentence(record: CacheRecord, now: float) -> str:
         case "reset":
             ago = now - (record.evicted_at or now)
             return f"{cached}. {record.evicted} more were stored until the cache was reset {ago:.1f} s ago."
+        case "computing" if not record.computed_by:
+            return f"{cached}. Another request held {record.computing} more on a page that it still filled."
         case "computing":
             return (
                 f"{cached}. Request {_short(record.computed_by)} holds {record.computing} more on a page that it still "
