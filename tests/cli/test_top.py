@@ -21,7 +21,6 @@ from pagetrie.cli.top_sample import NoAnswerError, Server
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.observer import Observers
 from pagetrie.engine.timeline import Timeline
-from pagetrie.server import live
 from pagetrie.server.auth import KeyedAccess
 from pagetrie.server.metrics import Metrics
 from pagetrie.server.serve import HttpServer
@@ -51,7 +50,7 @@ class Served:
                 "clock": lambda: next(seconds),
             },
         )
-        site.app.state.live._interval = 0.0
+        site.app.state.live._interval = site.app.state.live._share = 0.0  # every look is a new frame
         ready = threading.Event()
         self.server = HttpServer(site.app, port=0, shutdown_timeout=5, on_ready=lambda url: ready.set())
         self.thread = threading.Thread(target=self.server.run)
@@ -72,8 +71,7 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(live, "SHARE", 0)  # every look is a new frame
+def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(tmp_path)
     yield made
     made.stop()
