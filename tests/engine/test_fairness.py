@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -219,6 +220,18 @@ def test_what_needs_almost_all_pages_gets_them_though_another_tenant_never_rests
     raise AssertionError("starved")
 
 
+def finish(world: World, names: Iterable[str]) -> None:
+    """Run until all have ended, each step with some progress."""
+    for _ in range(20_000):
+        if not world.engine.has_work:
+            break
+        before = world.computed.total()
+        world.step()
+        assert world.computed.total() > before, "a step without progress"
+    world.cache.check()
+    assert world.ended == set(names)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_worlds_of_tenants_end_well(seed: int) -> None:
     """Everything ends, nobody is preempted more than three times, and every step does something."""
@@ -233,14 +246,7 @@ def test_random_worlds_of_tenants_end_well(seed: int) -> None:
         tokens = min(rng.choice((5, 40, 150, longest // 2)), longest - 60)
         names.append(world.send(rng.choice(tenants), tokens, rng.choice((1, 10, 50)), priority=rng.randrange(-2, 3)))
         world.step(rng.choice((0, 0, 1, 5)))
-    for _ in range(20_000):
-        if not world.engine.has_work:
-            break
-        before = world.computed.total()
-        world.step()
-        assert world.computed.total() > before, "a step without progress"
-    world.cache.check()
-    assert world.ended == set(names)
+    finish(world, names)
     assert max(world.preemptions.values(), default=0) <= 3
 
 
@@ -315,12 +321,5 @@ def test_random_worlds_with_floors_and_caps_end_well(seed: int) -> None:
         names.append(world.send(tenant, tokens, rng.choice((1, 10, 50)), priority=rng.randrange(-2, 3)))
         world.step(rng.choice((0, 0, 1, 5)))
         world.cache.check()
-    for _ in range(20_000):
-        if not world.engine.has_work:
-            break
-        before = world.computed.total()
-        world.step()
-        assert world.computed.total() > before, "a step without progress"
-    world.cache.check()
-    assert world.ended == set(names)
+    finish(world, names)
     assert max(world.preemptions.values(), default=0) <= 3

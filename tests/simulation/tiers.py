@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,79 +26,11 @@ from pagetrie.kv.tiers.stack import TierStack
 from pagetrie.kv.tiers.store import StoreFullError, StoreTier
 from pagetrie.kv.transfers import Transfers
 from pagetrie.sim import PageMemory, VirtualClock
+from pagetrie.sim.threads import ThreadInTurns
 from tests.simulation.spec import TierSpec
 
 SECRET = bytes(32)
 FAULTS = ("lie", "flip", "flip", "flip", "truncate", "swap", "lose", "die")
-
-
-class Over(BaseException):
-    """The world has ended: a thread that still waits unwinds."""
-
-
-class TurnTaker:
-    """A background thread (``tiers.workers.Worker``) that runs when it has the turn.
-
-    Attributes:
-        due: when it wants to go on; None while it has nothing to do.
-        error: what a job raised, which none should.
-    """
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
-        self._over = False
-        self.due: float | None = None
-        self.error: Exception | None = None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
-        if self.due is None:
-            self.due = self._turns.when()
-
-    def close(self, seconds: float) -> None:
-        pass  # worlds end without
-
-    def turn(self) -> None:
-        """Let it run to its next stop."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._turns.threads[self._thread] = self
-            self._thread.start()
-        else:
-            self._go.release()
-        self._stopped.acquire()
-
-    def stop(self) -> None:
-        """Called on its thread: wait for the next turn."""
-        self.due = self._turns.when()
-        self._wait()
-
-    def end(self) -> None:
-        self._over = True
-        if self._thread is not None:
-            self._go.release()
-            self._thread.join()
-
-    def _wait(self) -> None:
-        self._stopped.release()
-        self._go.acquire()
-        if self._over:
-            raise Over
-
-    def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    self._jobs.popleft()()
-                except Exception as error:  # noqa: BLE001  for the world to raise
-                    self.error = error
-                self.due = self._turns.when() if self._jobs else None
-                self._wait()
-        except Over:
-            pass
 
 
 class Turns:
@@ -114,13 +44,12 @@ class Turns:
         self._clock = clock
         self._rng = rng
         self._stall_rate = stall_rate
-        self._takers: list[TurnTaker] = []
-        self.threads: dict[threading.Thread, TurnTaker] = {}
+        self._threads: list[ThreadInTurns] = []
         self.fault: Exception | None = None
 
-    def make_worker(self, name: str) -> TurnTaker:
-        self._takers.append(TurnTaker(self))
-        return self._takers[-1]
+    def make_worker(self, name: str) -> ThreadInTurns:
+        self._threads.append(ThreadInTurns(self.when))
+        return self._threads[-1]
 
     def when(self) -> float:
         """When somebody who stops now goes on."""
@@ -131,20 +60,19 @@ class Turns:
 
     def stop(self) -> None:
         """A place where a thread stops; nothing on the engine's."""
-        taker = self.threads.get(threading.current_thread())
-        if taker is not None:
-            taker.stop()
+        for thread in self._threads:
+            if thread.is_current():
+                thread.stop(self.when())
 
     def run(self) -> None:
         """Let all go on whose time has come."""
         while (due := self.next_due()) is not None and due <= self._clock.now:
-            next(taker for taker in self._takers if taker.due == due).turn()
-        for error in (self.fault, *(taker.error for taker in self._takers)):
-            if error is not None:
-                raise error
+            next(thread for thread in self._threads if thread.due == due).turn()
+        if self.fault is not None:
+            raise self.fault
 
     def next_due(self) -> float | None:
-        return min((taker.due for taker in self._takers if taker.due is not None), default=None)
+        return min((thread.due for thread in self._threads if thread.due is not None), default=None)
 
     def finish(self) -> None:
         """Let time pass until nobody has anything to do."""
@@ -153,8 +81,8 @@ class Turns:
             self.run()
 
     def end(self) -> None:
-        for taker in self._takers:
-            taker.end()
+        for thread in self._threads:
+            thread.close(0.0)
 
 
 class SimBytes:

@@ -10,36 +10,35 @@ from pagetrie.sim.clock import VirtualClock
 
 
 class _Over(BaseException):
-    """The replay has ended: a thread that still sleeps unwinds."""
+    """The run has ended: a thread that still waits unwinds."""
 
 
-class VirtualThread:
-    """Runs jobs one after another (``kv.tiers.workers.Worker``).
+class ThreadInTurns:
+    """Runs jobs one after another (``kv.tiers.workers.Worker``), on a thread that goes on only when it has the turn.
+
+    Args:
+        when: the time at which what is submitted, or comes next, begins.
 
     Attributes:
         due: when it goes on; None while it has nothing to do.
-        now: its own time, which is behind the clock's while a step is under way.
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
+    def __init__(self, when: Callable[[], float]) -> None:
+        self._when = when
         self._jobs: deque[Callable[[], None]] = deque()
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._over = False
         self.due: float | None = None
-        self.now = 0.0
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
         if self.due is None:
-            self.due = self._clock.now
+            self.due = self._when()
 
     def turn(self) -> None:
-        """Let it run until it sleeps or has nothing left to do. Raises what a job raised."""
-        assert self.due is not None
-        self.now = self.due
+        """Let it run to its next stop, or until nothing is left to do. Raises what a job raised."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -49,10 +48,13 @@ class VirtualThread:
         if self._error is not None:
             raise self._error
 
-    def sleep(self, seconds: float) -> None:
-        """On this thread: let so much time pass."""
-        self.due = self.now + seconds
-        self._wait()
+    def stop(self, due: float | None) -> None:
+        """On this thread: go on at that time; None: when there is something to do."""
+        self.due = due
+        self._stopped.release()
+        self._go.acquire()
+        if self._over:
+            raise _Over
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
@@ -64,23 +66,33 @@ class VirtualThread:
             self._go.release()
             self._thread.join()
 
-    def _wait(self) -> None:
-        self._stopped.release()
-        self._go.acquire()
-        if self._over:
-            raise _Over
-
     def _run(self) -> None:
         try:
             while True:
                 self._jobs.popleft()()
-                self.due = self.now if self._jobs else None
-                self._wait()
+                self.stop(self._when() if self._jobs else None)
         except _Over:
             pass
         except BaseException as error:  # noqa: BLE001  raised by ``turn``
             self._error = error
             self._stopped.release()
+
+
+class VirtualThread(ThreadInTurns):
+    """A thread in time of its own, which is behind the clock's while a step is under way."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(lambda: self.now if self.is_current() else clock.now)
+        self.now = 0.0
+
+    def turn(self) -> None:
+        assert self.due is not None
+        self.now = self.due
+        super().turn()
+
+    def sleep(self, seconds: float) -> None:
+        """On this thread: let so much time pass."""
+        self.stop(self.now + seconds)
 
 
 class VirtualThreads:
