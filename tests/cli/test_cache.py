@@ -43,6 +43,13 @@ def test_ls_stat_verify_clear(folder: Path) -> None:
     assert (folder / "secret").exists()
 
 
+def test_clear_an_encrypted_cache(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "pages", bytes(32), sealed=True)
+    folder.close()
+    (tmp_path / "pages" / "segment-000000000001.pages").write_bytes(b"sealed pages")
+    assert "deleted 1 files" in run("clear", "--disk-cache", tmp_path / "pages")
+
+
 def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     key = run("ls", "--disk-cache", folder).split()[0]
     run("export", tmp_path / "one", "--disk-cache", folder, "--prefix", key)

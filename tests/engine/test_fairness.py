@@ -250,6 +250,15 @@ def test_random_worlds_of_tenants_end_well(seed: int) -> None:
     assert max(world.preemptions.values(), default=0) <= 3
 
 
+def test_lines_of_tenants_that_are_gone_are_forgotten() -> None:
+    world = World(num_pages=400)
+    names = [world.send(Tenant(f"t{number}"), 20, 2) for number in range(40)]
+    finish(world, names)
+    names += [world.send(A, 4000, 2), world.send(B, 4000, 2)]
+    finish(world, names)
+    assert len(world.engine._scheduler.waiting._lines) <= 3
+
+
 # -- floors ----------------------------------------------------------------------------------------------------------
 
 

@@ -105,3 +105,23 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     assert [len(trace.prompt_ids(request)) for request in trace.requests] == [len(prompt) for prompt in prompts * 2]
     pairs = zip(trace.requests[:70], trace.requests[70:], strict=True)
     assert all(trace.prompt_ids(one) == trace.prompt_ids(again) for one, again in pairs)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = TraceRecorder(tmp_path / "trace.jsonl", 4)
+    tried = []
+
+    def write(text: str) -> int:
+        tried.append(text)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder._file, "write", write)
+    for name in "ab":
+        arrive(recorder, name, 1.0, [1, 2, 3, 4, 5])
+        finish(recorder, name, 2)
+    recorder.close()
+    assert len(tried) == 1 and [record.getMessage() for record in caplog.records] == [
+        "the recording ends here: No space left on device"
+    ]

@@ -9,6 +9,7 @@ from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, Tier, TierStats, TierTraits
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.transfers import Transfers
 from tests.engine.toy import ToyMemory, World
 from tests.kv.tiers.pages import Clock, ManualWorker
@@ -103,7 +104,7 @@ class TieredWorld(World):
                 size = memory.bytes_per_page
                 self.ram = RamTier(ram_pages * (size + ENTRY_BYTES), size, self.clock)
                 all_tiers.insert(0, self.ram)
-            stack = TierStack(all_tiers, memory, clock=self.clock, make_worker=make_worker)
+            stack = TierStack(all_tiers, memory, clock=self.clock, make_worker=make_worker, pace=Pace.free())
             self.memory = memory
             return Transfers(stack, ChainKeys(bytes(32)))
 

@@ -214,7 +214,7 @@ async def test_a_stopping_server_ends_its_streams():
             async for frame in frames:
                 if "error" in frame:
                     break
-            assert frame["error"]["code"] == "engine_error"
+            assert frame["error"]["code"] == "service_unavailable"
 
 
 def test_a_large_pool_is_shown_in_cells_of_several_pages():

@@ -169,3 +169,15 @@ async def test_pages_are_counted_by_tenant(tmp_path, make_site):
         keys.remove("gone")  # and with it its pages
         del before["gone cached"]
         assert await pages(client) == before
+
+
+async def test_who_had_no_rate_begins_with_a_full_bucket_when_it_gets_one():
+    now = Now()
+    quotas = Quotas(now)
+    quotas.admit(limited(), 1, 10_000_000).close(completion=5)
+    slow = limited(tokens_per_minute=100)
+    quotas.admit(slow, 1, 100).close()
+    with pytest.raises(RateLimitError):
+        quotas.admit(slow, 1, 100)
+    now.time += 60
+    quotas.admit(slow, 1, 100)

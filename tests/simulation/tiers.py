@@ -24,6 +24,7 @@ from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.sealed import SEALED_BYTES, Keyring, SealedTier
 from pagetrie.kv.tiers.stack import TierStack
 from pagetrie.kv.tiers.store import StoreFullError, StoreTier
+from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.transfers import Transfers
 from pagetrie.sim import PageMemory, VirtualClock
 from pagetrie.sim.threads import ThreadInTurns
@@ -198,7 +199,12 @@ class SimTiers:
         if keyring is not None:
             tiers = [tier if tier.traits.victim else SealedTier(tier, keyring) for tier in tiers]
         stack = TierStack(
-            tiers, pages, queue_bytes=spec.queue_pages * size, clock=clock, make_worker=self.turns.make_worker
+            tiers,
+            pages,
+            queue_bytes=spec.queue_pages * size,
+            clock=clock,
+            make_worker=self.turns.make_worker,
+            pace=Pace.free(),
         )
         self.transfers = Transfers(stack, ChainKeys(SECRET), keyring)
         self.transfers.note_prefill(1, 0.05)  # so slow at first that most loads are worth it

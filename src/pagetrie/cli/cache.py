@@ -85,7 +85,7 @@ def clear(disk_cache: Folder = None) -> None:
     from pagetrie.kv.tiers.folder import CacheFolder
 
     settings, path = _settings(disk_cache)
-    folder = CacheFolder(path, _secret(settings))
+    folder = CacheFolder(path, _secret(settings), sealed=CacheFolder.is_sealed(path))
     paths = segment_paths(folder.path)
     size = sum(path.stat().st_size for path in paths)
     for path in paths:

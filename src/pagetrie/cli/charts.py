@@ -17,10 +17,10 @@ _WIDTH = 48
 _PLAIN_WIDTH = 160
 
 
-def console() -> Console:
-    """For standard output; wide where that is no terminal, so that no table is squeezed."""
-    made = Console()
-    return made if made.is_terminal else Console(width=_PLAIN_WIDTH)
+def console(*, stderr: bool = False) -> Console:
+    """For standard output, or error where that is JSON; wide where it is no terminal, so that no table is squeezed."""
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
 
 
 def table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -154,7 +154,7 @@ def plan(question: Question, *, as_json: bool, file: Path | None) -> None:
         print(json.dumps(answer, indent=2))
     else:
         _show(console(), answer)
-    plot(console(), _charts(answer), file)
+    plot(console(stderr=as_json), _charts(answer), file)
 
 
 def answer_of(question: Question) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, file: Path | None)
     if as_json:
         head = {"trace": trace.name, "requests": len(trace.requests), "pages": pages, "page_tokens": trace.page_tokens}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
-        plot(console(), _charts(rows, fleet, [("hit rate", "hit_rate", ".4f")]), file)
+        plot(console(stderr=True), _charts(rows, fleet, [("hit rate", "hit_rate", ".4f")]), file)
         return
     out = console()
     title = f"{trace.name}: {len(trace.requests):,} requests, {pages:,} pages of {trace.page_tokens} tokens; hit rates"
@@ -215,7 +215,7 @@ def replay_times(
     if as_json:
         head = {"trace": trace.name, "page_tokens": trace.page_tokens, "slo": asdict(slo)}
         print(json.dumps({**head, "replicas": fleet.replicas, "routing": fleet.routing, "results": rows}, indent=2))
-        plot(console(), _charts(rows, fleet, drawn), file)
+        plot(console(stderr=True), _charts(rows, fleet, drawn), file)
         return
     out = console()
     columns = [
@@ -291,12 +291,12 @@ def _charts(rows: Sequence[dict[str, Any]], fleet: Fleet, drawn: Sequence[tuple[
 
 
 def _figures(outcome: Outcome, slo: Slo, fleet: Fleet) -> dict[str, Any]:
-    output = sum(one.tokens for one in outcome.served)
+    output, rates = sum(one.tokens for one in outcome.served), outcome.hit_rates()
     return {
         "requests": len(outcome.served),
         "refused": outcome.refused,
         "hit_rate": outcome.hit_rate,
-        "hit_rates": {place: outcome.hit_rates().get(place, 0.0) for place in fleet.places},
+        "hit_rates": {place: rates.get(place, 0.0) for place in fleet.places},
         "seconds": outcome.seconds,
         "ttft": percentiles([one.first for one in outcome.served]),
         "tpot": percentiles([one.tpot for one in outcome.served if one.tokens > 1]),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pagetrie.cli.cache import Folder
 from pagetrie.errors import ConfigError
 from pagetrie.settings import flag, load_settings
 
@@ -20,14 +21,6 @@ Name = Annotated[str, typer.Argument(help="The tenant's name.", metavar="NAME")]
 File = Annotated[
     Path | None,
     typer.Option("--api-keys", help="The file of keys; made if it isn't there.", metavar="PATH", show_default=False),
-]
-
-
-Folder = Annotated[
-    Path | None,
-    typer.Option(
-        "--disk-cache", help="The disk cache's folder. [default: ~/.cache/pagetrie/pages]", show_default=False
-    ),
 ]
 
 

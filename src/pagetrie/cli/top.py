@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pagetrie.cli.charts import console as make_console
-from pagetrie.cli.top_sample import NoAnswerError, Sample, Server
+from pagetrie.cli.top_sample import NoAnswerError, Server
 from pagetrie.cli.top_view import line, screen
 
 _OTHER_LINES = 26
@@ -38,7 +38,6 @@ class Top:
         self._interval = interval
         self._console = console
         self._sleep = sleep
-        self._before: Sample | None = None
         self._rates: dict[str, float] = {}
         self._problem = ""
         self._latest = server.look()
@@ -53,8 +52,8 @@ class Top:
         self._problem = ""
         if sample.time == self._latest.time:
             return False
-        self._before, self._latest = self._latest, sample
-        self._rates = sample.rates(self._before)
+        self._rates = sample.rates(self._latest)
+        self._latest = sample
         return True
 
     def once(self, *, as_json: bool) -> None:

@@ -51,10 +51,10 @@ class Sample:
         """When, in seconds since the epoch, by the server's clock."""
         return float(self.frame["server"]["time"])
 
-    def rates(self, before: Sample | None) -> dict[str, float]:
+    def rates(self, before: Sample) -> dict[str, float]:
         """Tokens and finished choices per second since an earlier sample; nothing to go by gives nothing."""
-        seconds = 0.0 if before is None else self.time - before.time
-        if before is None or seconds <= 0:
+        seconds = self.time - before.time
+        if seconds <= 0:
             return {}
         load, earlier = self.frame["load"], before.frame["load"]
         changes = {

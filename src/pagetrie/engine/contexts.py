@@ -289,6 +289,8 @@ class Contexts:
         if not owned:
             del self._owners[owner.key]
         self._counts[owner.tenant.name] -= 1
+        if not self._counts[owner.tenant.name]:
+            del self._counts[owner.tenant.name]
 
     def _refuse_over_limit(self, owner: Owner, more: int) -> None:
         self.expire()

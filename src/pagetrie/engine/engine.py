@@ -331,6 +331,8 @@ class Engine:
         self._expire(started, outputs)
         self.settle()
         plan = self._scheduler.schedule()
+        if self._transfers is not None:
+            self._transfers.note_step(bool(plan.shares))
         self._stalled = not plan.shares and not self._scheduler.running
         for sequence in plan.parked:
             if sequence.state.parked_at is None:

@@ -10,7 +10,7 @@ priorities are compared within a tenant only, since its own clients set them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from pagetrie.engine.sequence import Sequence
 from pagetrie.engine.tenant import Tenant
@@ -104,12 +104,15 @@ class FairQueue:
         for line in self._lines.values():
             line.waiting.forget()
 
-    def in_turn(self, running: Iterable[Sequence]) -> list[Line]:
-        """The lines that have something to do, the one furthest behind first, of equals the shorter. Once per step."""
+    def in_turn(self, running: Collection[str]) -> list[Line]:
+        """The lines that have something to do, the one furthest behind first, of equals the shorter. Once per step.
+
+        Args:
+            running: tenants of those that run.
+        """
         if len(self._lines) == 1:
             return list(self._lines.values())
-        names = {sequence.state.request.tenant.name for sequence in running}
-        lines = [line for line in self._lines.values() if line.name in names or len(line.waiting)]
+        lines = [line for line in self._lines.values() if line.name in running or len(line.waiting)]
         for line in lines:
             if line.name not in self._active:
                 line.served = max(line.served, self._now)
@@ -117,6 +120,11 @@ class FairQueue:
         lines.sort(key=lambda line: (line.served, len(line.waiting), line.name))
         if lines:
             self._now = max(self._now, lines[0].served)
+        # Who has nothing to do and nothing to catch up comes back as a newcomer would.
+        for name in [
+            name for name, line in self._lines.items() if name not in self._active and line.served <= self._now
+        ]:
+            del self._lines[name]
         return lines
 
     def charge(self, shares: Mapping[Sequence, int], tokens: int) -> None:

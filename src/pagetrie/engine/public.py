@@ -59,7 +59,9 @@ class PublicPrefixes:
         Raises:
             InvalidRequestError: it holds no whole page, nothing can be shared, or there are too many.
         """
-        name = f"pub-{blake3(pack_tokens(ids)).hexdigest(12)}"
+        # What is shared is whole pages; prefixes that differ only past these are one.
+        whole = ids[: len(ids) // self._cache.page_size * self._cache.page_size]
+        name = f"pub-{blake3(pack_tokens(whole)).hexdigest(12)}"
         known = self._prefixes.get(name)
         if known is not None:
             return known
@@ -88,6 +90,8 @@ class PublicPrefixes:
         Raises:
             HoldLimitError: pinned pages are at their limit.
         """
+        if self._prefixes.get(prefix.id) is not prefix:  # withdrawn while it was computed
+            return
         if prefix.held_tokens < prefix.pages * self._cache.page_size:
             hold = self._cache.hold(prefix.ids[: prefix.pages * self._cache.page_size], self._namespace)
             if prefix.hold is not None:

@@ -11,7 +11,9 @@ are recorded like prompts, since the next turn of a chat hits them.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
 from pagetrie.kv.pool import PagePool
 from pagetrie.kv.radix import RadixIndex
 from pagetrie.kv.tokens import TOKEN_BYTES, pack_tokens
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 ID_BYTES = 8
@@ -106,6 +110,7 @@ class TraceRecorder(EngineObserver):
         self._open: dict[str, _Open] = {}
         self._start: float | None = None
         self._unflushed = 0
+        self._failed = False
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -146,7 +151,8 @@ class TraceRecorder(EngineObserver):
 
     def close(self) -> None:
         """Write what is left and close the file. Requests that haven't ended aren't recorded."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what was lost has been said
+            self._file.close()
 
     def _note(self, root: bytes, tokens: bytes) -> list[str]:
         """The ids of a sequence's pages; writes which of them begins like another."""
@@ -162,8 +168,15 @@ class TraceRecorder(EngineObserver):
         return names
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._unflushed += 1
-        if self._unflushed >= _FLUSH_EVERY:
-            self._unflushed = 0
-            self._file.flush()
+        """Write a line; where that fails the recording ends, and nothing else does."""
+        if self._failed:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._unflushed += 1
+            if self._unflushed >= _FLUSH_EVERY:
+                self._unflushed = 0
+                self._file.flush()
+        except OSError as error:
+            self._failed = True
+            log.error("the recording ends here: %s", error.strerror)

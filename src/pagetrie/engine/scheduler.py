@@ -36,8 +36,9 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pagetrie.engine.fair_queue import FairQueue, Line
 from pagetrie.engine.sequence import Sequence
@@ -88,6 +89,15 @@ class Schedule:
         self.tokens -= self.shares.pop(sequence, 0) * sequence.rows
 
 
+class _Standing(NamedTuple):
+    """What a tenant's running sequences have."""
+
+    sequences: list[Sequence]
+    seats: int
+    pages: int
+    weight: float
+
+
 class Scheduler:
     """Owns the waiting and the running sequences and every decision about seats and pages.
 
@@ -125,6 +135,7 @@ class Scheduler:
         # How many of those that run are of each tenant, and of each priority.
         self._tenants: Counter[str] = Counter()
         self._priorities: Counter[int] = Counter()
+        self._known_standings: dict[str, _Standing] | None = None
 
     def level(self, priority: int) -> int:
         """Level of a request that arrives now."""
@@ -144,6 +155,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
+        self._known_standings = None
         _take_off(self._tenants, _tenant(sequence))
         _take_off(self._priorities, sequence.state.request.priority)
         sequence.lease.close(publish_tail=publish_tail)
@@ -152,6 +164,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Plan the next step. Pages for every share are held when this returns."""
         self.step += 1
+        self._known_standings = None
         plan = Schedule()
         # Decodes go first, so that a long prompt never stalls others' tokens.
         prompts = []
@@ -178,7 +191,7 @@ class Scheduler:
 
     def _take_turns(self, prompts: list[Sequence], plan: Schedule) -> None:
         """Prompts in progress and admissions, tenant by tenant."""
-        lines = self.waiting.in_turn(self.running)
+        lines = self.waiting.in_turn(self._tenants)
         stuck = self._longest_stuck(lines) if len(lines) > 1 else None
         if stuck is not None:
             lines.sort(key=lambda line: line is not stuck)
@@ -288,26 +301,41 @@ class Scheduler:
         name, size = _tenant(sequence), self._cache.page_size
         if not self._tenants.keys() - {name}:
             return []
-        held: dict[str, list[Sequence]] = {}
-        for other in self.running:
-            held.setdefault(_tenant(other), []).append(other)
+        standings = self._standings()
 
-        def share(sequences: list[Sequence], tokens: int = 0) -> float:
-            pages = {page for other in sequences if other.lease for page in other.lease.pages}
-            seats = sum(other.seats for other in sequences)
-            return max(seats / self._max_seats, (len(pages) + tokens / size) / self._cache.num_pages)
+        def share(seats: int, pages: float, weight: float) -> float:
+            return max(seats / self._max_seats, pages / self._cache.num_pages) / weight
 
-        weights = {other: sequences[0].state.request.tenant.weight for other, sequences in held.items()}
-        shares = {other: share(sequences) / weights[other] for other, sequences in held.items()}
-        own = held.get(name, [])
-        mine = share([*own, sequence], len(sequence.ids) + 1) if more else share(own)
-        mine /= sequence.state.request.tenant.weight
-        top = max(held.keys() - {name}, key=lambda other: (shares[other], other))
+        own, weight = standings.get(name), sequence.state.request.tenant.weight
+        seats, pages = (own.seats, float(own.pages)) if own else (0, 0.0)
+        if more:
+            seats, pages = seats + sequence.seats, pages + (len(sequence.ids) + 1) / size
+        mine = share(seats, pages, weight)
+        shares = {other: share(at.seats, at.pages, at.weight) for other, at in standings.items()}
+        top = max(standings.keys() - {name}, key=lambda other: (shares[other], other))
+        weight = standings[top].weight
         return [
             other
-            for other in held[top]
-            if not is_guaranteed(other) and shares[top] - share([other]) / weights[top] >= mine
+            for other in standings[top].sequences
+            if not is_guaranteed(other) and shares[top] - share(other.seats, _pages_of([other]), weight) >= mine
         ]
+
+    def _standings(self) -> dict[str, _Standing]:
+        """What each tenant has, looked at anew when somebody has got or lost a seat, and once per step."""
+        if self._known_standings is None:
+            held: dict[str, list[Sequence]] = {}
+            for other in self.running:
+                held.setdefault(_tenant(other), []).append(other)
+            self._known_standings = {
+                name: _Standing(
+                    sequences,
+                    sum(other.seats for other in sequences),
+                    _pages_of(sequences),
+                    sequences[0].state.request.tenant.weight,
+                )
+                for name, sequences in held.items()
+            }
+        return self._known_standings
 
     def _gains(
         self, sequence: Sequence, others: list[Sequence], *, missing: bool = False
@@ -398,6 +426,7 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence) -> None:
         insort(self.running, sequence, key=_rank)
+        self._known_standings = None
         self._tenants[_tenant(sequence)] += 1
         self._priorities[sequence.state.request.priority] += 1
 
@@ -497,6 +526,11 @@ def _tenant(sequence: Sequence) -> str:
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.rank
+
+
+def _pages_of(sequences: Iterable[Sequence]) -> int:
+    """Pages that sequences hold together."""
+    return len({page for sequence in sequences if sequence.lease for page in sequence.lease.pages})
 
 
 def _take_off(counts: Counter[_Key], key: _Key) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pagetrie.kv.eviction_log import Eviction, EvictionLog
-from pagetrie.kv.page_tree import Node, PageTree
+from pagetrie.kv.page_tree import Node, PageTree, root_of
 from pagetrie.kv.tokens import TOKEN_BYTES, common_prefix, pack_tokens
 
 WINDOW = 256
@@ -178,10 +178,7 @@ def _end_of(node: Node | None, page_bytes: int) -> int:
 
 def lost_names(tree: PageTree, node: Node, count: int) -> Iterator[bytes]:
     """Names of the last ``count`` pages of a node."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
-    namer = tree.namer(node.parent, bytes(root.tokens))
+    namer = tree.namer(node.parent, bytes(root_of(node).tokens))
     page_bytes = tree.page_bytes
     start = (len(node.pages) - count) * page_bytes
     namer.go_on(bytes(node.tokens[:start]))

@@ -148,11 +148,12 @@ class HoldBook:
         on more than their owners' floors. False if there is none."""
         rest: Hold | None = None
         for hold in self._holds:
-            owners = {node.share for node in hold._nodes}
-            if share in owners or not owners:
+            if any(node.share is share for node in hold._nodes):
                 self.release(hold)
                 return True
-            if rest is None and any(owner.active > owner.floor for owner in owners):
+            # Behind a public prefix it stands on pages of two owners.
+            above = [node.share.active > node.share.floor for node in hold._nodes if node.parent is not None]
+            if rest is None and all(above):
                 rest = hold
         if rest is not None:
             self.release(rest)

@@ -203,6 +203,10 @@ class PageTransfers(Protocol):
         """What to call, from any thread, once ``has_news`` is true."""
         ...
 
+    def note_step(self, computes: bool) -> None:
+        """A step begins that computes something, or one that only waits: then loads may have the cores."""
+        ...
+
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A step computed so many prompt tokens in that time: what loading has to compete with."""
         ...

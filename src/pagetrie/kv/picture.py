@@ -118,19 +118,18 @@ class Numbers:
     """Gives each node a number for as long as it is shown in every picture."""
 
     def __init__(self) -> None:
-        self._known: dict[int, int] = {}
+        self._known: dict[Node, int] = {}
         self._next = count(1)
 
     def of(self, node: Node) -> int:
         """The number of a node in the latest picture; 0 if it wasn't shown."""
-        return self._known.get(id(node), 0)
+        return self._known.get(node, 0)
 
     def renew(self, nodes: Sequence[Node]) -> list[int]:
         """The numbers of the nodes of a picture."""
         known, self._known = self._known, {}
         for node in nodes:
-            key = id(node)
-            self._known[key] = known.get(key) or next(self._next)
+            self._known[node] = known.get(node) or next(self._next)
         return list(self._known.values())
 
 
@@ -180,7 +179,8 @@ def draw(
     indexed = _flat(walked.tables)
     lengths = np.array([len(table) for table in walked.tables], np.intp)
     spans = [last - first for _, _, (first, last) in walked.roots]
-    places_of_nodes = np.repeat(np.array([place(bytes(root.tokens)) for root, _, _ in walked.roots], np.uint8), spans)
+    places_of_roots = [place(bytes(root.tokens)) for root, _, _ in walked.roots]
+    places_of_nodes = np.repeat(np.array(places_of_roots, np.uint8), spans)
     owner[indexed] = np.repeat(places_of_nodes, lengths)
     states[indexed[np.repeat(np.array(walked.active, np.bool_), lengths)]] = ACTIVE
     shares = np.bincount(held, minlength=pool.num_pages).clip(max=NOBODY).astype(np.uint8)
@@ -189,7 +189,7 @@ def draw(
         shares=shares.tobytes(),
         owner=owner.tobytes(),
         owners=list(places),
-        edges=walked.edges(numbers, limit, place),
+        edges=walked.edges(numbers, limit, places_of_roots),
         edges_in_all=len(walked.tops),
         size=walked.size(),
     )
@@ -270,7 +270,7 @@ class _Walk:
             node = node.children[0]
             yield node
 
-    def edges(self, numbers: Numbers, limit: int, place: Callable[[bytes], int]) -> list[Edge]:
+    def edges(self, numbers: Numbers, limit: int, places_of_roots: Sequence[int]) -> list[Edge]:
         """The ``limit`` edges with most tokens below them. With an edge its parent is chosen: that has no fewer."""
         count, parents = len(self.tops), self.parents
         below, leaves = self.tokens.copy(), [0] * count
@@ -284,8 +284,8 @@ class _Walk:
         names = numbers.renew([self.ends[index] for index in chosen])
         shown = {index: position for position, index in enumerate(chosen)}
         owners = [NOBODY] * count
-        for root, (first, end), _ in self.roots:
-            owners[first:end] = [place(bytes(root.tokens))] * (end - first)
+        for owner, (_, (first, end), _) in zip(places_of_roots, self.roots, strict=True):
+            owners[first:end] = [owner] * (end - first)
         edges = [
             Edge(
                 number=number,

@@ -470,7 +470,7 @@ class Transfers:
 
     def _give_up(self, flight: _Flight, now: float) -> None:
         load = flight.load
-        if now >= flight.deadline:
+        if now >= flight.deadline and flight.published < len(load.refs):
             got = (flight.published + 1) * self.stack.memory.bytes_per_page
             self._speeds[load.sources[flight.published].name].take(got, now - flight.started, now)
         self._leave(flight, now)
@@ -558,6 +558,10 @@ class Transfers:
     def pages_on_their_way(self) -> list[int]:
         """The pages themselves."""
         return [page for f in (*self._flights, *self._cancelled) for page in f.load.pages[f.published :]]
+
+    def note_step(self, computes: bool) -> None:
+        """A step begins that computes something, or one that only waits: then loads may have the cores."""
+        self.stack.pace.slow = computes
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """A step computed this many prompt tokens in that time."""

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagetrie.server.auth import find_caller
-from pagetrie.server.errors import INTERNAL_ERROR, ApiError
+from pagetrie.server.errors import INTERNAL_ERROR
 from pagetrie.server.fanin import OutputStream
 from pagetrie.server.sse import encode
 
@@ -115,7 +115,7 @@ class Exchanges:
         except Exception:
             logger.exception("%s %s failed", exchange.method, exchange.path)
             if not exchange.status:
-                await _send_error(noting_send, INTERNAL_ERROR)
+                await INTERNAL_ERROR.response()(scope, receive, noting_send)
         finally:
             _current.reset(token)
             exchange.seconds = self.clock() - start
@@ -124,13 +124,6 @@ class Exchanges:
             exchange.tenant = caller.tenant.name if caller is not None and caller.key_id else ""
             for listener in self.listeners:
                 listener(exchange)
-
-
-async def _send_error(send: Send, error: ApiError) -> None:
-    body = error.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def plain_log(exchange: Exchange) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -13,11 +14,12 @@ from starlette.responses import Response
 from pagetrie.engine.engine import Engine
 from pagetrie.engine.live import LiveSnapshot, LiveView
 from pagetrie.engine.tenant import Tenant
-from pagetrie.errors import EngineError, InvalidRequestError
+from pagetrie.errors import InvalidRequestError
 from pagetrie.kv.picture import EdgeText
 from pagetrie.kv.tokens import unpack_tokens
 from pagetrie.server.auth import Access, caller
 from pagetrie.server.context import HttpError, ServerContext
+from pagetrie.server.errors import ServerStoppingError
 from pagetrie.server.live_frame import FrameWriter
 from pagetrie.server.sse import EventStream, encode
 from pagetrie.server.text_api import TokenizerLike
@@ -122,7 +124,7 @@ class LiveFeed:
             except Exception as error:  # noqa: BLE001 - handed to the viewers
                 await self._tell(error)
                 return
-            await self._tell(EngineError("the server is shutting down") if self._context.stopping else None)
+            await self._tell(ServerStoppingError() if self._context.stopping else None)
             if self._error is not None:
                 return
             await asyncio.sleep(self._due - asyncio.get_running_loop().time())
@@ -202,17 +204,17 @@ def search(texts: list[EdgeText], query: str, tokenizer: TokenizerLike) -> tuple
         place; and whether there are further ones.
     """
     matches: list[dict[str, Any]] = []
-    wanted = query.casefold()
+    wanted = re.compile(re.escape(query), re.IGNORECASE)
     for text in texts:
         before = tokenizer.decode(unpack_tokens(text.before), skip_special=False)
         # The end of the edge before, as far as a match may reach into it.
         before = before[-len(query) :]
         whole = before + tokenizer.decode(unpack_tokens(text.tokens), skip_special=False)
-        at = whole.casefold().find(wanted, max(0, len(before) - len(query) + 1))
-        if at < 0:
+        found = wanted.search(whole, max(0, len(before) - len(query) + 1))
+        if found is None:
             continue
         if len(matches) == FOUND:
             return matches, True
-        around = whole[max(0, at - _AROUND) : at + len(query) + _AROUND]
+        around = whole[max(0, found.start() - _AROUND) : found.end() + _AROUND]
         matches.append({"path": text.path, "start": text.start, "text": around})
     return matches, False

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from pagetrie.engine.engine import Engine
 from pagetrie.engine.public import PublicPrefix
 from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import PagetrieError
@@ -46,9 +47,12 @@ async def declare_all(context: ServerContext, prefixes: Sequence[list[int]]) -> 
 
 async def declare(context: ServerContext, ids: list[int]) -> PublicPrefix:
     """Make a prefix public, compute it and keep it. Raises PagetrieError; the prefix may be public all the same."""
-    prefix = await context.loop.ask(lambda engine: engine.public.declare(ids))
-    prompt = await context.loop.ask(lambda engine: engine.public.prompt(prefix))
-    salt = await context.loop.ask(lambda engine: engine.config.public_salt)
+
+    def begin(engine: Engine) -> tuple[PublicPrefix, list[int], bytes]:
+        prefix = engine.public.declare(ids)
+        return prefix, engine.public.prompt(prefix), engine.config.public_salt
+
+    prefix, prompt, salt = await context.loop.ask(begin)
     await prefill(context, f"public-{context.new_id()}", prompt, Owner(Tenant(salt=salt), server=True))
     await context.loop.ask(lambda engine: engine.public.secure(prefix))
     return prefix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -87,9 +88,10 @@ class Quotas(Collector):
         account = self._accounts.get(caller.tenant.name)
         rate = limits.tokens_per_minute
         if account is None:
-            account = self._accounts[caller.tenant.name] = _Account(rate or 0, now)
-        if rate is not None:
-            account.tokens = min(rate, account.tokens + (now - account.time) * rate / MINUTE)
+            account = self._accounts[caller.tenant.name] = _Account(math.inf, now)
+        # Without a rate nothing is counted, so that whoever gets one later begins with a full bucket.
+        refilled = account.tokens + (now - account.time) * (rate or 0) / MINUTE
+        account.tokens = math.inf if rate is None else min(rate, refilled)
         account.time = now
         most = limits.max_requests
         if most is not None and account.in_flight + prompts > most:

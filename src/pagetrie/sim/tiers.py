@@ -19,6 +19,7 @@ from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
 from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageRef, Speed, TierStats, TierTraits
 from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.transfers import Transfers
 from pagetrie.sim.clock import VirtualClock
 from pagetrie.sim.threads import VirtualThreads
@@ -168,5 +169,6 @@ def sim_transfers(
         pages,
         clock=threads.now,
         make_worker=threads.make_worker,
+        pace=Pace.free(),
     )
     return Transfers(stack, ChainKeys(bytes(SECRET_BYTES))), threads

@@ -8,6 +8,7 @@ from itertools import groupby
 from threading import Lock
 
 from pagetrie.kv.tiers.interface import PageBytes, PageRef, Tier
+from pagetrie.kv.tiers.workers import Pace
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +38,21 @@ class Load:
         self.samples: list[tuple[str, int, float]] = []
         self._cancelled = False
 
-    def run(self, memory: PageBytes, clock: Callable[[], float], on_progress: Callable[[], None]) -> None:
+    def run(self, memory: PageBytes, clock: Callable[[], float], on_progress: Callable[[], None], pace: Pace) -> None:
         """Fill the pages, as far as the tiers deliver. Runs on a background thread."""
         self.began = clock()
+        rest = pace.begin()
+
+        def progress() -> None:
+            on_progress()
+            if self.ready < len(self.refs):
+                rest()
+
         try:
             for name, run in groupby(range(len(self.refs)), lambda i: self.sources[i].name):
                 numbers = list(run)
                 started, before = clock(), self.ready
-                complete = self._run_tier(self.sources[numbers[0]], numbers, memory, on_progress)
+                complete = self._run_tier(self.sources[numbers[0]], numbers, memory, progress)
                 self.samples.append((name, (self.ready - before) * memory.bytes_per_page, clock() - started))
                 if not complete:
                     break

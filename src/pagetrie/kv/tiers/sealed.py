@@ -44,6 +44,7 @@ class Keyring:
     def note(self, name: bytes, namespace: bytes) -> None:
         """Derive the key of a namespace."""
         self._keys[name] = self._cipher(blake3(namespace, derive_key_context=_CONTEXT).digest())
+        self._keys.move_to_end(name)
         if len(self._keys) > _REMEMBERED:
             self._keys.popitem(last=False)
 

@@ -9,7 +9,7 @@ from functools import partial
 from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import Bytes, PageBytes, PageRef, Tier
 from pagetrie.kv.tiers.load import Load
-from pagetrie.kv.tiers.workers import ThreadWorker, Worker, WriteQueue
+from pagetrie.kv.tiers.workers import Pace, ThreadWorker, Worker, WriteQueue
 
 QUEUE_BYTES = 256 << 20
 
@@ -23,6 +23,7 @@ class TierStack:
         queue_bytes: bytes of pages that may wait to be written, per tier.
         clock: seconds.
         make_worker: makes a background thread of that name.
+        pace: how fast loads may go, by the processor's time unless given.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class TierStack:
         queue_bytes: int = QUEUE_BYTES,
         clock: Callable[[], float] = time.monotonic,
         make_worker: Callable[[str], Worker] = ThreadWorker,
+        pace: Pace | None = None,
     ) -> None:
         self.tiers = tuple(tiers)
         self.local = tuple(tier for tier in tiers if not tier.traits.remote)
         self.remote = next((tier for tier in tiers if tier.traits.remote), None)
         self.memory = memory
         self.clock = clock
+        self.pace = pace or Pace()
         self._victims = tuple(tier for tier in tiers if tier.traits.victim)
         self._queues = [
             WriteQueue(tier, make_worker(f"{tier.name}-writer"), queue_bytes)
@@ -111,7 +114,7 @@ class TierStack:
         """Fill a load's pages in the background."""
         reader = self._remote_reader if load.sources[0] is self.remote else self._local_reader
         assert reader is not None
-        reader.submit(lambda: load.run(self.memory, self.clock, on_progress))
+        reader.submit(lambda: load.run(self.memory, self.clock, on_progress, self.pace))
 
     def ask_remote(self, keys: Sequence[bytes], answer: Callable[[int], None]) -> None:
         """Ask the shared store how many of the first keys it has; ``answer`` is called on its thread."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -18,6 +19,48 @@ log = logging.getLogger(__name__)
 
 NICENESS = 10
 BATCH_PAGES = 16
+
+SLICE = 0.001
+REST = 6.0
+"""Loads rest so many times as long as they computed, after each slice of so many seconds."""
+
+
+class Pace:
+    """Keeps a thread to a share of a core while steps compute, which have none to spare.
+
+    Args:
+        cpu_clock: seconds that the calling thread has computed.
+        sleep: lets it rest.
+
+    Attributes:
+        slow: steps compute. Set by the thread that runs them.
+    """
+
+    def __init__(
+        self, cpu_clock: Callable[[], float] = time.thread_time, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._cpu_clock = cpu_clock
+        self._sleep = sleep
+        self.slow = False
+
+    @classmethod
+    def free(cls) -> Pace:
+        """Never slow: where time is virtual, the processor's says nothing."""
+        return cls(cpu_clock=lambda: 0.0)
+
+    def begin(self) -> Callable[[], None]:
+        """A piece of work begins on this thread; what is returned is to be called often in its course."""
+        since = self._cpu_clock()
+
+        def rest() -> None:
+            nonlocal since
+            used = self._cpu_clock() - since
+            if used >= SLICE:
+                if self.slow:
+                    self._sleep(used * REST)
+                since = self._cpu_clock()
+
+        return rest
 
 
 class Worker(Protocol):
@@ -142,20 +185,21 @@ class WriteQueue:
             return self._idle.wait_for(lambda: not self._draining, seconds)
 
     def _drain(self) -> None:
-        while True:
+        """Write one batch. The next is a job of its own, so that what else the worker was given gets its turn."""
+        with self._lock:
+            if not self._lines:
+                self._draining = False
+                self._idle.notify_all()
+                return
+            owner, line = next(iter(self._lines.items()))
+            batch = [line.popleft() for _ in range(min(BATCH_PAGES, len(line)))]
+            self._lines.move_to_end(owner)
+            self._took(owner, sum(data.nbytes for _, data in batch))
+        try:
+            self.tier.put(batch)
+        finally:
             with self._lock:
-                if not self._lines:
-                    self._draining = False
-                    self._idle.notify_all()
-                    return
-                owner, line = next(iter(self._lines.items()))
-                batch = [line.popleft() for _ in range(min(BATCH_PAGES, len(line)))]
-                self._lines.move_to_end(owner)
-                self._took(owner, sum(data.nbytes for _, data in batch))
-            try:
-                self.tier.put(batch)
-            finally:
-                with self._lock:
-                    for ref, data in batch:
-                        self._keys.discard(ref.key)
-                        self.waiting_bytes -= data.nbytes
+                for ref, data in batch:
+                    self._keys.discard(ref.key)
+                    self.waiting_bytes -= data.nbytes
+            self.worker.submit(self._drain)
