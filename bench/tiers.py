@@ -7,6 +7,7 @@ It takes about two minutes; ``--only`` runs one part.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -98,6 +99,30 @@ class Bench:
 
     def evict(self) -> None:
         self.cache.index.evict(self.cache.index.cached_pages)
+
+    def quiet_gap(self) -> float:
+        """Median seconds between the neighbour's next tokens."""
+        self.seen.gaps.clear()
+        while len(self.seen.gaps) < NEIGHBOUR_TOKENS:
+            self.step()
+        return statistics.median(self.seen.gaps)
+
+    def load_beside(self, name: str, prompts: Sequence[Sequence[int]], least: float) -> tuple[float, float]:
+        """Load what these prompts find below the pool. Returns (seconds, median gap of the neighbour's tokens)."""
+        transfers = self.transfers
+        self.seen.gaps.clear()
+        began, loaded = time.perf_counter(), transfers.stats.loaded_pages
+        for number, prompt in enumerate(prompts):
+            self.engine.add(Request(f"{name}-{number}", prompt, SamplingParams(max_tokens=1)))
+        self.step()
+        for number in range(len(prompts)):  # only the loads shall be seen, not what follows them
+            self.engine.abort(f"{name}-{number}")
+        while transfers.loading_pages:
+            self.step()
+        seconds = time.perf_counter() - began
+        count = transfers.stats.loaded_pages - loaded
+        assert count * self.parts.page_bytes > least, f"{count} pages were loaded, {transfers.stats}"
+        return seconds, statistics.median(self.seen.gaps)
 
     def close(self) -> None:
         self.engine.close()
@@ -196,16 +221,25 @@ def _plain_read(paths: Sequence[Path]) -> float:
     return count / (time.perf_counter() - began)
 
 
-def measure_neighbour(threads: int, folder: Path, total: int) -> list[tuple[str, float, float, float]]:
-    """(source, seconds for the load, median gap between a neighbour's tokens before it and during it)."""
+def measure_neighbour(threads: int, folder: Path, total: int) -> list[tuple[str, float, float, float, list[float]]]:
+    """What a decoding neighbour notices of loads, each round between two quiet spells.
+
+    Returns:
+        Per source: seconds for a load, the median gap between the neighbour's tokens beside it and that during it, and
+        by how much the gap rose in each round. Medians of ``REPEATS`` rounds.
+    """
     rows = []
-    kinds = {"memory": {"ram_cache": 2 * GIB}, "disk": {"disk_cache": folder / "neighbour", "disk_cap": 4 * GIB}}
+    kinds: dict[str, dict[str, Any]] = {
+        "memory": {"ram_cache": 2 * GIB},
+        "disk": {"disk_cache": folder / "neighbour", "disk_cap": 4 * GIB},
+    }
     for kind, options in kinds.items():
         bench = Bench(threads, num_pages=4000, **options)
         transfers, size = bench.transfers, bench.parts.page_bytes
         (tier,) = transfers.stack.tiers
         per_prompt = 480 * 16
         prompts = [prompt_of(random.Random(10 + n), per_prompt + 1) for n in range(-(-total // (480 * size)))]
+        bench.ttft(prompt_of(random.Random(5), 2000))  # so that the speed of computing is known
         namespace = bench.engine.namespace("")
         page = np.zeros(size, np.uint8)
         for number in range(bench.cache.num_pages):  # what the system gives at first use is no cost of a load
@@ -214,24 +248,22 @@ def measure_neighbour(threads: int, folder: Path, total: int) -> list[tuple[str,
             for ref in synthetic(transfers._keys, namespace, prompt):
                 tier.put([(ref, page)])
         bench.engine.add(
-            Request("neighbour", prompt_of(random.Random(4), 100), SamplingParams(max_tokens=4000, ignore_eos=True))
+            Request("neighbour", prompt_of(random.Random(4), 100), SamplingParams(max_tokens=7000, ignore_eos=True))
         )
-        while len(bench.seen.gaps) < NEIGHBOUR_TOKENS:
-            bench.step()
-        before = bench.seen.gaps[20:]
-        bench.seen.gaps.clear()
-        began, loaded = time.perf_counter(), transfers.stats.loaded_pages
-        for number, prompt in enumerate(prompts):
-            bench.engine.add(Request(f"p{number}", prompt, SamplingParams(max_tokens=1)))
-        bench.step()
-        for number in range(len(prompts)):  # only the loads shall be seen, not what follows them
-            bench.engine.abort(f"p{number}")
-        while transfers.loading_pages:
-            bench.step()
-        seconds = time.perf_counter() - began
-        count = transfers.stats.loaded_pages - loaded
-        assert count * size > 0.9 * total, f"{count} pages were loaded, {transfers.stats}"
-        rows.append((kind, seconds, statistics.median(before), statistics.median(bench.seen.gaps)))
+        bench.quiet_gap()
+        times, quiet, during = list[float](), [bench.quiet_gap()], list[float]()
+        for number in range(REPEATS):
+            seconds, gap = bench.load_beside(f"{number}", prompts, 0.9 * total)
+            times.append(seconds)
+            during.append(gap)
+            bench.evict()
+            until = time.monotonic() + _UNTIL_RELOAD
+            while time.monotonic() < until:
+                bench.step()
+            quiet.append(bench.quiet_gap())
+        beside = [(before + after) / 2 for before, after in itertools.pairwise(quiet)]
+        rises = [gap / base - 1 for gap, base in zip(during, beside, strict=True)]
+        rows.append((kind, statistics.median(times), statistics.median(beside), statistics.median(during), rises))
         bench.engine.abort("neighbour")
         bench.close()
     return rows
@@ -343,10 +375,11 @@ def _show_disk(options: argparse.Namespace, folder: Path) -> None:
 
 def _show_neighbour(options: argparse.Namespace, folder: Path) -> None:
     print(f"A neighbour's tokens while {options.bytes / 1e9:.1f} GB are loaded:")
-    for source, seconds, before, during in measure_neighbour(options.threads, folder, int(options.bytes)):
+    for source, seconds, beside, during, rises in measure_neighbour(options.threads, folder, int(options.bytes)):
         print(
-            f"  from {source:31s} {options.bytes / seconds / 1e6:8.0f} MB/s, gap {before * 1e3:.1f} ms before, "
-            f"{during * 1e3:.1f} ms during: {during / before - 1:+.0%}"
+            f"  from {source:31s} {options.bytes / seconds / 1e6:8.0f} MB/s, gap {beside * 1e3:.1f} ms beside, "
+            f"{during * 1e3:.1f} ms during: {statistics.median(rises):+.0%} "
+            f"({', '.join(f'{rise:+.0%}' for rise in sorted(rises))})"
         )
 
 

@@ -14,6 +14,7 @@ from pagetrie.kv.tiers.disk import DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import Bytes
 from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tiers.workers import REST
 from pagetrie.kv.transfers import Transfers
 from tests.engine.tiers import FAULTS, TieredWorld, ToldTier
 from tests.engine.toy import ToyMemory, World, expected
@@ -241,6 +242,50 @@ def test_loads_that_queue_or_go_on_well_are_waited_for() -> None:
         right(world, f"again {number}", prompt, 1)
     assert pages == 15 * 6 and world.transfers.stats.late_loads == 0
     assert world.runner.computed_tokens == 6
+
+
+def test_who_would_queue_for_longer_than_to_compute_computes() -> None:
+    """D8: a short prompt doesn't stand behind somebody's long load, though its own would be fast."""
+    tier = ToldTier(bandwidth=48 * ToyMemory(1, 4).bytes_per_page)  # a second for the long one
+    world = TieredWorld(tier, num_pages=200, seats=8)
+    long, short = [2, *[7] * 192], list(range(10, 19))
+    for prompt in (long, short):
+        world.add(f"first {len(prompt)}", prompt, max_tokens=1)
+    world.finish()
+    world.forget_pool()
+    world.transfers.note_prefill(100, 1)
+    world.add("long", long, max_tokens=1)
+    world.step()
+    world.add("short", short, max_tokens=1)
+    world.step()
+    right(world, "short", short, 1)
+    assert world.transfers.stats.declined_loads == 1 and world.cache.stats().loading_pages == 48
+    world.finish()
+    right(world, "long", long, 1)
+    assert [len(read) for read in tier.reads] == [48]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_rests_count_when_others_compute_and_never_as_the_tiers_fault(busy: bool) -> None:
+    """Beside steps a load takes its rests as well: they decide for this one, and make no tier look slow afterwards."""
+    tier = ToldTier()
+    world = stored(tier)
+    tier.on_read = lambda: setattr(world, "computed", world.computed + 0.002)
+    if busy:
+        world.add("busy", [7, 7, 7], max_tokens=500, ignore_eos=True)
+        world.step()
+    world.transfers.note_prefill(41, 0.5)  # half a second to compute; ten pages of 2 ms, with rests six times as long
+    world.add("again", PROMPT, max_tokens=1)
+    world.step()
+    began = world.clock.now
+    world.work()
+    rested = world.clock.now - began
+    assert (rested > 0) == busy
+    world.step()
+    right(world, "again", max_tokens=1)
+    for slow, seconds in ((False, 0.0), (True, 0.02 * REST)):
+        world.transfers.note_step(slow)
+        assert world.transfers._loading([tier] * 10, world.clock.now) == pytest.approx(seconds, abs=2e-3)
 
 
 @pytest.mark.parametrize("after", [0, 4])

@@ -28,9 +28,11 @@ class ToldTier:
         reads: keys asked for, one list per read.
     """
 
-    def __init__(self, name: str = "disk", *, remote: bool = False, victim: bool = False) -> None:
+    def __init__(
+        self, name: str = "disk", *, remote: bool = False, victim: bool = False, bandwidth: float = 1e9
+    ) -> None:
         self.name = name
-        self.traits = TierTraits(remote=remote, victim=victim, speed=Speed(1e-4, 1e9))
+        self.traits = TierTraits(remote=remote, victim=victim, speed=Speed(1e-4, bandwidth))
         self.pages: dict[bytes, Bytes] = {}
         self.refs: dict[bytes, PageRef] = {}
         self.fault = ""
@@ -87,10 +89,15 @@ class ToldTier:
 
 
 class TieredWorld(World):
-    """A world with tiers, whose background work is done by ``work``."""
+    """A world with tiers, whose background work is done by ``work``.
+
+    Attributes:
+        computed: seconds that threads have computed, for the pace; their rests pass on ``clock``.
+    """
 
     def __init__(self, *tiers: Tier, ram_pages: int = 0, page_size: int = 4, **options: object) -> None:
         self.clock = Clock()
+        self.computed = 0.0
         self.workers: dict[str, ManualWorker] = {}
         self.ram: RamTier | None = None
 
@@ -104,13 +111,17 @@ class TieredWorld(World):
                 size = memory.bytes_per_page
                 self.ram = RamTier(ram_pages * (size + ENTRY_BYTES), size, self.clock)
                 all_tiers.insert(0, self.ram)
-            stack = TierStack(all_tiers, memory, clock=self.clock, make_worker=make_worker, pace=Pace.free())
+            pace = Pace(lambda: self.computed, self._pass)
+            stack = TierStack(all_tiers, memory, clock=self.clock, make_worker=make_worker, pace=pace)
             self.memory = memory
             return Transfers(stack, ChainKeys(bytes(32)))
 
         super().__init__(make_transfers=make_transfers, clock=self.clock, page_size=page_size, **options)  # type: ignore[arg-type]
         assert self.cache.transfers is not None
         self.transfers = self.cache.transfers
+
+    def _pass(self, seconds: float) -> None:
+        self.clock.now += seconds
 
     def work(self) -> None:
         """Let all background threads do what they have to do."""

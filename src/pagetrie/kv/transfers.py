@@ -16,7 +16,7 @@ arrives is dropped.
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,8 +27,9 @@ from pagetrie.kv.page_tree import Node, root_of
 from pagetrie.kv.pool import PRIVATE
 from pagetrie.kv.shares import Allowance
 from pagetrie.kv.tiers.interface import PageRef, Speed, Tier
-from pagetrie.kv.tiers.load import Load
+from pagetrie.kv.tiers.load import Load, Sample
 from pagetrie.kv.tiers.stack import TierStack
+from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -104,21 +105,31 @@ class _Measured:
 
     def __init__(self, guess: Speed) -> None:
         self._guess = guess
+        self._computing = guess.computing
         self._bandwidth = guess.bandwidth
         self._since: float | None = None
 
-    def seconds(self, count: int, now: float) -> float:
-        """Estimated time to read ``count`` bytes."""
+    def seconds(self, count: int, now: float, pace: Pace) -> float:
+        """Estimated time to read ``count`` bytes at this pace."""
         if self._since is not None and now - self._since > _SPEED_LASTS:
             self._bandwidth, self._since = self._guess.bandwidth, None
-        return self._guess.latency + count / self._bandwidth
+        return self._guess.latency + count / self._bandwidth + pace.rest_for(count * self._computing)
 
     def take(self, count: int, seconds: float, now: float) -> None:
         seen = count / max(seconds, 1e-6)
-        weight = _SMOOTHING if self._since is not None else 1.0
+        weight = self._weight()
         # Means of times per byte, so that one very slow read counts for what it cost.
         self._bandwidth = 1 / ((1 - weight) / self._bandwidth + weight / max(seen, 1.0))
         self._since = now
+
+    def take_sample(self, sample: Sample, now: float) -> None:
+        if sample.size:
+            weight = self._weight()
+            self._computing = (1 - weight) * self._computing + weight * sample.computed / sample.size
+        self.take(sample.size, sample.seconds, now)
+
+    def _weight(self) -> float:
+        return _SMOOTHING if self._since is not None else 1.0
 
 
 class Transfers:
@@ -318,17 +329,22 @@ class Transfers:
         """Estimated seconds to load, and to compute, these pages; None if computing them is faster."""
         if not refs:
             return None
-        size = self.stack.memory.bytes_per_page
-        per_tier: dict[str, int] = {}
-        for source in sources:
-            per_tier[source.name] = per_tier.get(source.name, 0) + size
-        loading = sum(self._speeds[name].seconds(total, now) for name, total in per_tier.items())
+        remote = self.stack.remote
+        ahead = [f.load for f in self._flights if (f.load.sources[0] is remote) == (sources[0] is remote)]
+        loading = sum(self._loading(load.sources[load.ready :], now) for load in ahead) + self._loading(sources, now)
         tokens = sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES
         computing = tokens / (self._prefill_speed or _PREFILL_SPEED)
         if loading > computing:
             self.stats.declined_loads += 1
             return None
         return loading, computing
+
+    def _loading(self, sources: Sequence[Tier], now: float) -> float:
+        """Estimated seconds to read a page from each of these."""
+        size, pace = self.stack.memory.bytes_per_page, self.stack.pace
+        return sum(
+            self._speeds[name].seconds(n * size, now, pace) for name, n in Counter(t.name for t in sources).items()
+        )
 
     def _room(self, root: Node) -> int:
         """Pages that a load may take: while others run, never so many that they'd be short of pages soon."""
@@ -461,8 +477,8 @@ class Transfers:
 
     def _end(self, flight: _Flight, now: float) -> None:
         load = flight.load
-        for name, count, seconds in load.samples:
-            self._speeds[name].take(count, seconds, now)
+        for sample in load.samples:
+            self._speeds[sample.tier].take_sample(sample, now)
         if flight.published < len(load.refs):
             self.stats.failed_loads += 1
         self._manager.pool.release(load.pages[flight.published :])
@@ -472,7 +488,7 @@ class Transfers:
         load = flight.load
         if now >= flight.deadline and flight.published < len(load.refs):
             got = (flight.published + 1) * self.stack.memory.bytes_per_page
-            self._speeds[load.sources[flight.published].name].take(got, now - flight.started, now)
+            self._speeds[load.sources[flight.published].name].take(got, now - flight.started - load.rested, now)
         self._leave(flight, now)
         if not self._try_free(flight):
             self._cancelled.append(flight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagetrie.kv.tiers.workers import REST, SLICE, Pace
+from pagetrie.kv.tiers.workers import REST, SLICE, Course, Pace
 
 
 class Core:
@@ -18,30 +18,32 @@ class Core:
 def test_it_rests_in_proportion_to_what_it_computed_while_steps_compute() -> None:
     core = Core()
     core.pace.slow = True
-    rest = core.pace.begin()
+    course = Course(core.pace)
     for _ in range(4):
         core.used += 0.75 * SLICE
-        rest()
+        course.rest()
     assert core.slept == pytest.approx([1.5 * SLICE * REST] * 2)
+    assert course.rested == pytest.approx(3 * SLICE * REST)
+    assert course.computed == pytest.approx(3 * SLICE)
 
 
 def test_it_never_rests_while_no_step_computes_and_owes_nothing_afterwards() -> None:
     core = Core()
-    rest = core.pace.begin()
+    course = Course(core.pace)
     core.used += 50 * SLICE
-    rest()
+    course.rest()
     core.pace.slow = True
-    rest()
+    course.rest()
     assert core.slept == []
     core.used += 2 * SLICE
-    rest()
+    course.rest()
     assert core.slept == pytest.approx([2 * SLICE * REST])
 
 
 def test_a_piece_of_work_pays_for_itself_alone() -> None:
     core = Core()
     core.pace.slow = True
-    core.pace.begin()
+    Course(core.pace)
     core.used += 50 * SLICE
-    core.pace.begin()()
+    Course(core.pace).rest()
     assert core.slept == []

@@ -84,10 +84,17 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A first guess at a tier's speed, until it is measured: seconds before the first byte, bytes per second."""
+    """A first guess at a tier's speed, until it is measured.
+
+    Attributes:
+        latency: seconds before the first byte.
+        bandwidth: bytes per second.
+        computing: seconds per byte that the reading thread computes.
+    """
 
     latency: float
     bandwidth: float
+    computing: float = 5e-10
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from threading import Lock
+from typing import NamedTuple
 
 from pagetrie.kv.tiers.interface import PageBytes, PageRef, Tier
-from pagetrie.kv.tiers.workers import Pace
+from pagetrie.kv.tiers.workers import Course, Pace
 
 log = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """What was read from a tier: bytes, seconds without rests, and how many of those the thread computed."""
+
+    tier: str
+    size: int
+    seconds: float
+    computed: float
 
 
 class Load:
@@ -24,7 +34,8 @@ class Load:
         began: when the thread came to it; None while it is busy with another. Written by that thread, as is the rest.
         ready: how many of the first pages are filled.
         finished: nothing more will come; ``ready < len(refs)`` then means that a tier failed.
-        samples: (tier, bytes, seconds) of what was read, for measuring speed.
+        rested: seconds for which the thread has let others compute.
+        samples: for measuring speed.
     """
 
     def __init__(self, refs: Sequence[PageRef], sources: Sequence[Tier], pages: list[int]) -> None:
@@ -35,25 +46,30 @@ class Load:
         self.began: float | None = None
         self.ready = 0
         self.finished = False
-        self.samples: list[tuple[str, int, float]] = []
+        self.rested = 0.0
+        self.samples: list[Sample] = []
         self._cancelled = False
 
     def run(self, memory: PageBytes, clock: Callable[[], float], on_progress: Callable[[], None], pace: Pace) -> None:
         """Fill the pages, as far as the tiers deliver. Runs on a background thread."""
         self.began = clock()
-        rest = pace.begin()
+        course = Course(pace)
 
         def progress() -> None:
             on_progress()
             if self.ready < len(self.refs):
-                rest()
+                course.rest()
+                self.rested = course.rested
 
         try:
             for name, run in groupby(range(len(self.refs)), lambda i: self.sources[i].name):
                 numbers = list(run)
-                started, before = clock(), self.ready
+                started, before, rested, computed = clock(), self.ready, course.rested, course.computed
                 complete = self._run_tier(self.sources[numbers[0]], numbers, memory, progress)
-                self.samples.append((name, (self.ready - before) * memory.bytes_per_page, clock() - started))
+                seconds = clock() - started - (course.rested - rested)
+                course.note()
+                size = (self.ready - before) * memory.bytes_per_page
+                self.samples.append(Sample(name, size, seconds, course.computed - computed))
                 if not complete:
                     break
         except Exception:

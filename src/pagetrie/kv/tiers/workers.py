@@ -39,28 +39,50 @@ class Pace:
     def __init__(
         self, cpu_clock: Callable[[], float] = time.thread_time, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._cpu_clock = cpu_clock
-        self._sleep = sleep
+        self.cpu_clock = cpu_clock
+        self.sleep = sleep
         self.slow = False
 
     @classmethod
     def free(cls) -> Pace:
-        """Never slow: where time is virtual, the processor's says nothing."""
+        """Never rests: where time is virtual, the processor's says nothing."""
         return cls(cpu_clock=lambda: 0.0)
 
-    def begin(self) -> Callable[[], None]:
-        """A piece of work begins on this thread; what is returned is to be called often in its course."""
-        since = self._cpu_clock()
+    def rest_for(self, computed: float) -> float:
+        """How long to rest, now, for so many seconds of computing."""
+        return computed * REST if self.slow else 0.0
 
-        def rest() -> None:
-            nonlocal since
-            used = self._cpu_clock() - since
-            if used >= SLICE:
-                if self.slow:
-                    self._sleep(used * REST)
-                since = self._cpu_clock()
 
-        return rest
+class Course:
+    """A piece of work, on the thread that makes this.
+
+    Attributes:
+        computed: seconds that it has computed.
+        rested: seconds that it was made to rest.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.computed = 0.0
+        self.rested = 0.0
+        self._pace = pace
+        self._mark = pace.cpu_clock()
+        self._owed = 0.0
+
+    def note(self) -> None:
+        """Bring ``computed`` up to date."""
+        now = self._pace.cpu_clock()
+        self.computed += now - self._mark
+        self._owed += now - self._mark
+        self._mark = now
+
+    def rest(self) -> None:
+        """To be called often: rests if it is time to."""
+        self.note()
+        if self._owed >= SLICE:
+            seconds, self._owed = self._pace.rest_for(self._owed), 0.0
+            if seconds:
+                self._pace.sleep(seconds)
+                self.rested += seconds
 
 
 class Worker(Protocol):
