@@ -171,11 +171,13 @@ def test_a_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFix
         server.client.config_set("maxmemory", 1)
         for _ in range(3):
             assert tier.put([(ref, content(ref)) for ref in refs[2:]]) == 0
-        assert read(tier, refs) == refs[:2] and tier.stats.healthy
+        assert read(tier, refs) == refs[:2]
+        assert not tier.stats.healthy and "full" in tier.stats.problem
         assert tier.stats.refused_pages == 6 and len(caplog.records) == 1
         server.client.config_set("maxmemory", 0)
         clock.now += RETRY_SECONDS
         assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
+        assert tier.stats.healthy
     finally:
         server.kill()
 

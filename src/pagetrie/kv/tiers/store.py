@@ -88,7 +88,15 @@ class StoreTier:
         self._pause = 0.0
         self._silent_until = 0.0
         self._full_until = 0.0
-        self.stats = TierStats()
+        self._failure = ""
+        self._stats = TierStats()
+
+    @property
+    def stats(self) -> TierStats:
+        stats, full = self._stats, self._clock() < self._full_until
+        stats.problem = self._failure or ("it is full: pages are read, none are stored" if full else "")
+        stats.healthy = not stats.problem
+        return stats
 
     def holds(self, key: bytes) -> bool:
         return key in self._known
@@ -111,16 +119,16 @@ class StoreTier:
             began = self._clock()
             limit = HEAD_BYTES + max(len(ref.tokens) for ref in batch) + self._bytes_per_page
             values = self._try(partial(self._backend.get, [_name(ref.key) for ref in batch], limit))
-            self.stats.get_seconds += self._clock() - began
+            self._stats.get_seconds += self._clock() - began
             for ref, value in zip(batch, values or [None], strict=False):
                 data = None if value is None else self._open(ref, memoryview(value))
                 if data is None:
-                    self.stats.failed_pages += 1
+                    self._stats.failed_pages += 1
                     with self._lock:
                         self._known.pop(ref.key, None)
                     return
-                self.stats.hit_pages += 1
-                self.stats.hit_bytes += data.nbytes
+                self._stats.hit_pages += 1
+                self._stats.hit_bytes += data.nbytes
                 yield data
 
     def _open(self, ref: PageRef, value: memoryview) -> Bytes | None:
@@ -140,9 +148,9 @@ class StoreTier:
             batch = pages[start : start + self._batch]
             began = self._clock()
             done = self._try(partial(self._put, batch)) if began >= self._full_until else None
-            self.stats.put_seconds += self._clock() - began
+            self._stats.put_seconds += self._clock() - began
             if not done:
-                self.stats.refused_pages += len(batch)
+                self._stats.refused_pages += len(batch)
                 continue
             stored += len(batch)
             self._note([ref.key for ref, _ in batch])
@@ -163,8 +171,8 @@ class StoreTier:
                 log.warning("the store %s takes no pages for %.0f s: %s", self._title, RETRY_SECONDS, _line(error))
                 self._full_until = self._clock() + RETRY_SECONDS
                 return False
-        self.stats.stored_pages += len(items)
-        self.stats.stored_bytes += len(items) * self._bytes_per_page
+        self._stats.stored_pages += len(items)
+        self._stats.stored_bytes += len(items) * self._bytes_per_page
         return True
 
     def touch(self, key: bytes) -> None:
@@ -207,14 +215,12 @@ class StoreTier:
                     log.warning("the store %s fails, going on without it: %s", self._title, _line(error))
                 self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
                 self._silent_until = self._clock() + self._pause
-                self.stats.healthy = False
-                self.stats.problem = f"it fails ({type(error).__name__}) and is left alone for a while"
+                self._failure = f"it fails ({type(error).__name__}) and is left alone for a while"
             return None
         if self._pause:
             with self._lock:
                 self._pause = 0.0
-                self.stats.healthy = True
-                self.stats.problem = ""
+                self._failure = ""
             log.warning("the store %s works again", self._title)
         return result
 
