@@ -121,6 +121,14 @@ def _finish_vllm(folder: Path) -> None:
     _pip(folder / "bin" / "python", "uninstall", "--yes", *unused, log=folder.with_name(f"{folder.name}.log"))
 
 
+# What it calls for besides the packages of ``PEERS``, all of it for CUDA, can't be had without a GPU.
+LMCACHE = "lmcache==0.5.6"
+
+
+def _finish_lmcache(folder: Path) -> None:
+    _pip(folder / "bin" / "python", "install", "--no-deps", LMCACHE, log=folder.with_name(f"{folder.name}.log"))
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -154,6 +162,21 @@ PEERS = {
             _finish_vllm,
             "import vllm.platforms as p; assert p.current_platform.is_cpu(), p.current_platform",
             "several GB",
+        ),
+        Peer(
+            "lmcache",
+            "lmcache",
+            # Those of its requirements that its engine imports, within the bounds that it sets.
+            (
+                *("torch==2.13.0", "transformers==5.24.0", "numpy==2.2.6", "numba==0.68.1", "nvtx==0.2.17"),
+                *("aiofile==3.12.3", "aiohttp==3.14.5", "msgspec==0.23.0", "pyzmq==27.3.0", "pyyaml==6.0.4"),
+                *("opentelemetry-sdk==1.40.0", "opentelemetry-exporter-otlp==1.40.0", "prometheus_client==0.24.1"),
+                *("opentelemetry-exporter-prometheus==0.61b0", "protobuf<7", "setuptools<81", "cachetools==8.0.2"),
+                *("psutil==7.2.2", "py-cpuinfo==9.0.0", "sortedcontainers==2.4.0", "cryptography==50.0.2"),
+            ),
+            _finish_lmcache,
+            "from lmcache.v1.cache_engine import LMCacheEngineBuilder",
+            "without its CUDA parts",
         ),
     )
 }

@@ -1,7 +1,7 @@
 """What tiers are worth: time to first token from each, read rates, and what a neighbour notices of a load.
 
-``python -m bench tiers`` needs the bundled model; Valkey (or Redis) and llama.cpp are measured if they are installed.
-It takes about two minutes; ``--only`` runs one part.
+``python -m bench tiers`` needs the bundled model; Valkey (or Redis), llama.cpp and LMCache are measured if they are
+installed. It takes about four minutes; ``--only`` runs one part.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def prompt_of(rng: random.Random, count: int) -> list[int]:
 
 def drop_from_page_cache(folder: Path) -> None:
     """Make the system forget the contents of a folder's files."""
-    for path in folder.glob("segment-*"):
+    for path in filter(Path.is_file, folder.iterdir()):
         descriptor = os.open(path, os.O_RDWR)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -383,7 +383,19 @@ def _show_neighbour(options: argparse.Namespace, folder: Path) -> None:
         )
 
 
-PARTS = {"ttft": _show_ttft, "llama": _show_llama, "disk": _show_disk, "neighbour": _show_neighbour}
+def _show_lmcache(options: argparse.Namespace, folder: Path) -> None:
+    from bench.tiers_lmcache import show  # which is made of what is above
+
+    show(folder, int(options.bytes))
+
+
+PARTS = {
+    "ttft": _show_ttft,
+    "llama": _show_llama,
+    "disk": _show_disk,
+    "neighbour": _show_neighbour,
+    "lmcache": _show_lmcache,
+}
 
 
 if __name__ == "__main__":
