@@ -1,7 +1,7 @@
 """What tiers are worth: time to first token from each, read rates, and what a neighbour notices of a load.
 
 ``python -m bench tiers`` needs the bundled model; Valkey (or Redis), llama.cpp and LMCache are measured if they are
-installed. It takes about four minutes; ``--only`` runs one part.
+installed. It takes about five minutes; ``--only`` runs one part.
 """
 
 from __future__ import annotations

@@ -182,15 +182,15 @@ def _in_turns(
 def show(folder: Path, total: int) -> None:
     """Print the table, or why there is none."""
     try:
-        version = installed_version(PEERS["lmcache"])
+        print(
+            f"Into the pool's pages, LMCache {installed_version(PEERS['lmcache'])} and pagetrie in turns:", flush=True
+        )
+        for row in measure(folder, total):
+            print(
+                f"  {row.source:32s} {row.tokens:6,} tokens, {row.size / 1e6:5.0f} MB:"
+                f"  LMCache {row.lmcache * 1e3:6.0f} ms, {row.size / row.lmcache / 1e6:5.0f} MB/s"
+                f"  pagetrie {row.pagetrie * 1e3:6.0f} ms, {row.size / row.pagetrie / 1e6:5.0f} MB/s",
+                flush=True,
+            )
     except PeerError as error:
         print(f"LMCache: {error}")
-        return
-    print(f"Into the pool's pages, LMCache {version} and pagetrie in turns:", flush=True)
-    for row in measure(folder, total):
-        print(
-            f"  {row.source:32s} {row.tokens:6,} tokens, {row.size / 1e6:5.0f} MB:"
-            f"  LMCache {row.lmcache * 1e3:6.0f} ms, {row.size / row.lmcache / 1e6:5.0f} MB/s"
-            f"  pagetrie {row.pagetrie * 1e3:6.0f} ms, {row.size / row.pagetrie / 1e6:5.0f} MB/s",
-            flush=True,
-        )
