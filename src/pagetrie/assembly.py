@@ -97,7 +97,7 @@ def build(
         attention=settings.attention,
         threads=settings.threads,
     )
-    cache = wrap_cache(_cache(settings, runner.storage, max_model_len, default_disk_cache))
+    cache = wrap_cache(_cache(settings, runner.storage, config, max_model_len, default_disk_cache))
     engine = Engine(
         runner=runner,
         cache=cache,
@@ -181,7 +181,13 @@ def context_limit(settings: Settings, model_context: int, num_pages: int) -> int
     return settings.max_model_len
 
 
-def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default_disk_cache: Path | None) -> KVCache:
+def _cache(
+    settings: Settings,
+    storage: PageStorage,
+    config: ModelConfig,
+    max_model_len: int,
+    default_disk_cache: Path | None,
+) -> KVCache:
     shares = settings.kv_layout == "paged" and settings.prefix_index != "none"
     asked = [flag(name) for name in ("ram_cache", "disk_cache", "store") if getattr(settings, name) is not None]
     if settings.no_disk_cache and settings.disk_cache is not None:
@@ -197,7 +203,7 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
             num_pages=storage.num_pages, page_size=settings.page_size, max_tokens=max_model_len
         )
     default = None if settings.no_disk_cache or settings.disk_cache is not None or not shares else default_disk_cache
-    transfers, secret = _tiers(settings, storage, default)
+    transfers, secret = _tiers(settings, storage, config.attention_share(), default)
     return CacheManager(
         num_pages=storage.num_pages,
         page_size=settings.page_size,
@@ -210,7 +216,9 @@ def _cache(settings: Settings, storage: PageStorage, max_model_len: int, default
     )
 
 
-def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) -> tuple[Transfers | None, bytes]:
+def _tiers(
+    settings: Settings, storage: PageStorage, attention: float, default_disk: Path | None
+) -> tuple[Transfers | None, bytes]:
     if default_disk is None and settings.ram_cache is None and settings.disk_cache is None and settings.store is None:
         return None, secrets.token_bytes(SECRET_BYTES)
     from pagetrie.kv.tiers.opening import TierOptions, open_tiers  # only who has tiers waits for their imports
@@ -225,10 +233,10 @@ def _tiers(settings: Settings, storage: PageStorage, default_disk: Path | None) 
     )
     if default_disk is not None:
         try:
-            return open_tiers(replace(options, disk=default_disk), storage)
+            return open_tiers(replace(options, disk=default_disk), storage, attention=attention)
         except ConfigError as error:
             log.warning("pages are not kept on disk: %s", error)
-    return open_tiers(options, storage)
+    return open_tiers(options, storage, attention=attention)
 
 
 def _store_secret(settings: Settings) -> bytes | None:

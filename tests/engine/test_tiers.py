@@ -221,7 +221,7 @@ def test_loads_that_queue_or_go_on_well_are_waited_for() -> None:
         world.add(f"first {number}", prompt, max_tokens=1)
     world.finish()
     world.forget_pool()
-    world.transfers.note_prefill(100, 10)  # 10 tokens per second: six seconds for each
+    world.transfers.note_prefill(100, 0, 10)  # 10 tokens per second: six seconds for each
     world.runner.computed_tokens = 0
     for number, prompt in enumerate(prompts):
         world.add(f"again {number}", prompt, max_tokens=1)
@@ -253,7 +253,7 @@ def test_who_would_queue_for_longer_than_to_compute_computes() -> None:
         world.add(f"first {len(prompt)}", prompt, max_tokens=1)
     world.finish()
     world.forget_pool()
-    world.transfers.note_prefill(100, 1)
+    world.transfers.note_prefill(100, 0, 1)
     world.add("long", long, max_tokens=1)
     world.step()
     world.add("short", short, max_tokens=1)
@@ -274,7 +274,9 @@ def test_rests_count_when_others_compute_and_never_as_the_tiers_fault(busy: bool
     if busy:
         world.add("busy", [7, 7, 7], max_tokens=500, ignore_eos=True)
         world.step()
-    world.transfers.note_prefill(41, 0.5)  # half a second to compute; ten pages of 2 ms, with rests six times as long
+    world.transfers.note_prefill(
+        41, 0, 0.5
+    )  # half a second to compute; ten pages of 2 ms, with rests six times as long
     world.add("again", PROMPT, max_tokens=1)
     world.step()
     began = world.clock.now
@@ -293,7 +295,7 @@ def test_a_load_that_comes_to_a_stop_is_given_up(after: int) -> None:
     """What stalls half-way is as late as what never comes: soon, not only when computing would have been done."""
     tier = ToldTier()
     world = stored(tier)
-    world.transfers.note_prefill(41, 41)  # a second per token
+    world.transfers.note_prefill(41, 0, 41)  # a second per token
     world.add("again", PROMPT, max_tokens=1)
     other = [*PROMPT[:-1], 7]
     world.step()

@@ -207,7 +207,7 @@ class SimTiers:
             pace=Pace.free(),
         )
         self.transfers = Transfers(stack, ChainKeys(SECRET), keyring)
-        self.transfers.note_prefill(1, 0.05)  # so slow at first that most loads are worth it
+        self.transfers.note_prefill(1, 0, 0.05)  # so slow at first that most loads are worth it
         self._loads: list[Load] = []
         start = stack.start
 

@@ -385,7 +385,8 @@ class Engine:
                         generated += self._commit_beams(sequence, sequence.beams, count, taken, outputs)
         now = self._clock()
         if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
-            self._transfers.note_prefill(prefill_tokens, now - started)
+            attended = sum(report.tokens * (report.position + report.tokens // 2) for report in prefills)
+            self._transfers.note_prefill(prefill_tokens, attended, now - started)
         self._observer.on_step(
             StepReport(
                 time=now,

@@ -207,8 +207,12 @@ class PageTransfers(Protocol):
         """A step begins that computes something, or one that only waits: then loads may have the cores."""
         ...
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """A step computed so many prompt tokens in that time: what loading has to compete with."""
+    def note_prefill(self, tokens: int, attended: int, seconds: float) -> None:
+        """A step computed so many prompt tokens in that time: what loading has to compete with.
+
+        Args:
+            attended: positions that they attended to, together.
+        """
         ...
 
     def claim(self, pages: Sequence[int]) -> dict[str, int]:

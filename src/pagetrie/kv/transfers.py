@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pagetrie.kv.estimates import PrefillSpeed, TierSpeed
 from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
 from pagetrie.kv.keys import ChainKeys, tag_of
 from pagetrie.kv.page_tree import Node, root_of
 from pagetrie.kv.pool import PRIVATE
 from pagetrie.kv.shares import Allowance
-from pagetrie.kv.tiers.interface import PageRef, Speed, Tier
-from pagetrie.kv.tiers.load import Load, Sample
+from pagetrie.kv.tiers.interface import PageRef, Tier
+from pagetrie.kv.tiers.load import Load
 from pagetrie.kv.tiers.stack import TierStack
-from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ PUBLISH_PAGES = 32
 FLUSH_SECONDS = 10.0
 """At the end, time to write what the tiers lack."""
 
-_PREFILL_SPEED = 500.0  # tokens per second, until measured
-_SMOOTHING = 0.3
-_SPEED_LASTS = 30.0  # seconds after which a measured speed is tried anew
 _SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
 _LOOKUP_WAIT = 0.25
 _LOOK_AGAIN = 0.05
@@ -56,14 +53,18 @@ class _Flight:
     """A load from the pool's side: where its next page will hang, who waits, until when.
 
     Attributes:
+        start: tokens before its first page.
         deadline: when it is looked at: it goes on if it is worth that. latest: when it ends in any case.
         seen: how many pages had arrived when it was last looked at. queued: it was behind another one.
     """
 
-    def __init__(self, load: Load, root: Node, node: Node, *, started: float, deadline: float, latest: float) -> None:
+    def __init__(
+        self, load: Load, root: Node, node: Node, start: int, *, started: float, deadline: float, latest: float
+    ) -> None:
         self.load = load
         self.root = root
         self.node = node
+        self.start = start
         self.started = started
         self.deadline = min(deadline, latest)
         self.latest = latest
@@ -100,38 +101,6 @@ class _Recent:
         return self._until.get(key, 0.0) > now
 
 
-class _Measured:
-    """A tier's speed: the first guess, then what loads have shown."""
-
-    def __init__(self, guess: Speed) -> None:
-        self._guess = guess
-        self._computing = guess.computing
-        self._bandwidth = guess.bandwidth
-        self._since: float | None = None
-
-    def seconds(self, count: int, now: float, pace: Pace) -> float:
-        """Estimated time to read ``count`` bytes at this pace."""
-        if self._since is not None and now - self._since > _SPEED_LASTS:
-            self._bandwidth, self._since = self._guess.bandwidth, None
-        return self._guess.latency + count / self._bandwidth + pace.rest_for(count * self._computing)
-
-    def take(self, count: int, seconds: float, now: float) -> None:
-        seen = count / max(seconds, 1e-6)
-        weight = self._weight()
-        # Means of times per byte, so that one very slow read counts for what it cost.
-        self._bandwidth = 1 / ((1 - weight) / self._bandwidth + weight / max(seen, 1.0))
-        self._since = now
-
-    def take_sample(self, sample: Sample, now: float) -> None:
-        if sample.size:
-            weight = self._weight()
-            self._computing = (1 - weight) * self._computing + weight * sample.computed / sample.size
-        self.take(sample.size, sample.seconds, now)
-
-    def _weight(self) -> float:
-        return _SMOOTHING if self._since is not None else 1.0
-
-
 class Transfers:
     """Moves pages for one ``CacheManager``, which it is given to and which binds it.
 
@@ -139,12 +108,15 @@ class Transfers:
         stack: the tiers.
         keys: how pages are named.
         keyring: if tiers seal their pages, learns of their namespaces.
+        attention: see ``PrefillSpeed``.
 
     Attributes:
         stats: counts.
     """
 
-    def __init__(self, stack: TierStack, keys: ChainKeys, keyring: Keyring | None = None) -> None:
+    def __init__(
+        self, stack: TierStack, keys: ChainKeys, keyring: Keyring | None = None, attention: float = 0.0
+    ) -> None:
         self.stack = stack
         self._keyring = keyring
         self.stats = TransferStats()
@@ -160,8 +132,8 @@ class Transfers:
         self._awaited: dict[bytes, _Flight | _Lookup] = {}
         self._remote_has = _Recent()
         self._avoided = _Recent()
-        self._speeds = {tier.name: _Measured(tier.traits.speed) for tier in stack.tiers}
-        self._prefill_speed: float | None = None
+        self._speeds = {tier.name: TierSpeed(tier.traits.speed) for tier in stack.tiers}
+        self._prefill = PrefillSpeed(attention)
         # Tier that a page came from, until somebody has used it.
         self._origin: dict[int, str] = {}
         # Names of namespaces; an epoch parts what was stored before a reset from what comes after it.
@@ -277,7 +249,7 @@ class Transfers:
             return self._ask(unknown, now)
         if len(refs) * self._page_bytes == full:
             self._add_tail(refs, sources, namespace, refs[-1].key if refs else parent, rest[full:], now)
-        return self._begin(root, node, refs, sources, now) if refs else None
+        return self._begin(root, node, start // TOKEN_BYTES, refs, sources, now) if refs else None
 
     def _add_tail(
         self, refs: list[PageRef], sources: list[Tier], namespace: bytes, parent: bytes, tokens: bytes, now: float
@@ -296,11 +268,11 @@ class Transfers:
                 return
 
     def _begin(
-        self, root: Node, node: Node, refs: list[PageRef], sources: list[Tier], now: float
+        self, root: Node, node: Node, start: int, refs: list[PageRef], sources: list[Tier], now: float
     ) -> PendingPage | None:
         count = min(len(refs), self._room(root))
         del refs[count:], sources[count:]
-        seconds = self._worthwhile(refs, sources, now)
+        seconds = self._worthwhile(start, refs, sources, now)
         if seconds is None:
             return None
         expected, gained = seconds
@@ -310,7 +282,7 @@ class Transfers:
         load = Load(refs, sources, manager._take(count, root.share))
         latest = now + max(_SHORTEST_WAIT, gained)
         soon = now + _PATIENCE * expected + _SPARE_WAIT
-        flight = _Flight(load, root, node, started=now, deadline=soon, latest=latest)
+        flight = _Flight(load, root, node, start, started=now, deadline=soon, latest=latest)
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
@@ -325,15 +297,17 @@ class Transfers:
                 self._held_back.remove(flight)
                 self.stack.start(flight.load, self._on_progress(flight))
 
-    def _worthwhile(self, refs: Sequence[PageRef], sources: Sequence[Tier], now: float) -> tuple[float, float] | None:
-        """Estimated seconds to load, and to compute, these pages; None if computing them is faster."""
+    def _worthwhile(
+        self, start: int, refs: Sequence[PageRef], sources: Sequence[Tier], now: float
+    ) -> tuple[float, float] | None:
+        """Estimated seconds to load, and to compute, pages after ``start`` tokens; None if computing is faster."""
         if not refs:
             return None
         remote = self.stack.remote
         ahead = [f.load for f in self._flights if (f.load.sources[0] is remote) == (sources[0] is remote)]
         loading = sum(self._loading(load.sources[load.ready :], now) for load in ahead) + self._loading(sources, now)
         tokens = sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES
-        computing = tokens / (self._prefill_speed or _PREFILL_SPEED)
+        computing = self._prefill.seconds(start, tokens)
         if loading > computing:
             self.stats.declined_loads += 1
             return None
@@ -429,8 +403,8 @@ class Transfers:
                 return False
             flight.queued = queued
         elif arrived > flight.seen:
-            left = len(load.refs) - arrived
-            computing = left * self._page_bytes / TOKEN_BYTES / (self._prefill_speed or _PREFILL_SPEED)
+            left, page = len(load.refs) - arrived, self._page_bytes // TOKEN_BYTES
+            computing = self._prefill.seconds(flight.start + arrived * page, left * page)
             if (now - load.began) / arrived * left > computing:
                 return False
         elif now - load.began >= _SPARE_WAIT:
@@ -579,11 +553,9 @@ class Transfers:
         """A step begins that computes something, or one that only waits: then loads may have the cores."""
         self.stack.pace.slow = computes
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """A step computed this many prompt tokens in that time."""
-        speed = tokens / max(seconds, 1e-6)
-        old = self._prefill_speed
-        self._prefill_speed = speed if old is None else (1 - _SMOOTHING) * old + _SMOOTHING * speed
+    def note_prefill(self, tokens: int, attended: int, seconds: float) -> None:
+        """See ``PageTransfers.note_prefill``."""
+        self._prefill.note(tokens, attended, seconds)
 
     def claim(self, pages: Sequence[int]) -> dict[str, int]:
         """Of these pages, how many came from which tier and are used for the first time since."""

@@ -61,6 +61,12 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
 
+    def attention_share(self) -> float:
+        """Multiply-adds to attend to one position, as a part of those of a token's matrix products."""
+        heads = self.n_heads + self.n_kv_heads
+        products = self.hidden_size * (2 * heads * self.head_dim + 3 * self.intermediate_size)
+        return 2 * self.n_heads * self.head_dim / products
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that one token's keys and values take over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_value

@@ -17,7 +17,7 @@ from pagetrie.engine.observer import EngineObserver, StepReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import StepPlan
-from pagetrie.sim.cost import StepCost
+from pagetrie.sim.cost import StepCost, work_of
 
 PROMPTS = (64, 192, 512, 1024)
 BATCHES = ((1, 64), (1, 640), (4, 64), (8, 64), (8, 384))
@@ -63,11 +63,7 @@ class Timings:
 
     def seconds(self, plan: StepPlan) -> float:
         """What a step takes, as a cost model for replay: as a prefill step if any prompt has a part in it."""
-        tokens = attended = 0
-        for share in plan.sequences:
-            count = len(share.token_ids)
-            tokens += count
-            attended += count * share.start + count * (count + 1) // 2
+        tokens, attended = work_of(plan)
         return _cost(self.decode if tokens == len(plan.sequences) else self.prefill, tokens, attended)
 
 

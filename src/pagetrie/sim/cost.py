@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from pagetrie.engine.runner import StepPlan
 
 
+def work_of(plan: StepPlan) -> tuple[int, int]:
+    """Tokens to compute, and pairs of such a token and a position that it attends to, itself included."""
+    tokens = attended = 0
+    for share in plan.sequences:
+        count = len(share.token_ids)
+        tokens += count
+        attended += count * share.start + count * (count + 1) // 2
+    return tokens, attended
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds per step as a sum of four parts, each linear in what the plan asks for.
@@ -25,9 +35,5 @@ class StepCost:
 
     def seconds(self, plan: StepPlan) -> float:
         """What ``plan`` takes."""
-        tokens = attended = 0
-        for share in plan.sequences:
-            count = len(share.token_ids)
-            tokens += count
-            attended += count * share.start + count * (count + 1) // 2
+        tokens, attended = work_of(plan)
         return self.per_step + self.per_token * tokens + self.per_attended * attended + self.per_copy * len(plan.copies)

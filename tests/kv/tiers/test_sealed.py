@@ -175,7 +175,7 @@ def test_through_the_cache_and_a_restart_under_the_same_and_another_secret(tmp_p
         memory = Memory(40)
         transfers, secret = open_tiers(TierOptions(disk=tmp_path, disk_bytes=10**6, sealed=sealed), memory)
         assert transfers is not None
-        transfers.note_prefill(1, 100.0)  # computing is slow, so that loading is worth it
+        transfers.note_prefill(1, 0, 100.0)  # computing is slow, so that loading is worth it
         manager = CacheManager(num_pages=40, page_size=8, secret=secret, transfers=transfers)
         assert compute(manager, memory, tokens, namespace) == cached
         transfers.close()

@@ -72,9 +72,12 @@ def sweep(path: Path, owners: Sequence[bytes], secret: bytes | None = None) -> i
 
 
 def open_tiers(
-    options: TierOptions, memory: PageBytes, clock: Callable[[], float] = time.monotonic
+    options: TierOptions, memory: PageBytes, clock: Callable[[], float] = time.monotonic, attention: float = 0.0
 ) -> tuple[Transfers | None, bytes]:
     """The tiers below a pool (None if no option asks for one), and the secret of the page keys.
+
+    Args:
+        attention: see ``PrefillSpeed``.
 
     Raises:
         FolderInUseError: another process holds the disk folder.
@@ -106,7 +109,7 @@ def open_tiers(
         secret = secrets.token_bytes(SECRET_BYTES)
     if not tiers:
         return None, secret
-    return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret), keyring), secret
+    return Transfers(TierStack(tiers, memory, clock=clock), ChainKeys(secret), keyring, attention), secret
 
 
 def _open_store(url: str, secret: bytes, bytes_per_page: int, clock: Callable[[], float]) -> StoreTier:

@@ -21,7 +21,7 @@ NICENESS = 10
 BATCH_PAGES = 16
 
 SLICE = 0.001
-REST = 6.0
+REST = 10.0
 """Loads rest so many times as long as they computed, after each slice of so many seconds."""
 
 
