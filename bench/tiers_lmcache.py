@@ -126,7 +126,8 @@ def lmcache(arguments: Sequence[str], log: Path) -> Iterator[Callable[[int], flo
 def measure(folder: Path, total: int) -> Iterator[Row]:
     """LMCache's backends and our tiers in turns, each verified byte for byte after the clock has stopped."""
     config = GgufCheckpoint(bundled_model_path(), folder).config
-    storage = PageStorage(total // (config.kv_bytes_per_token(2) * PAGE_TOKENS), PAGE_TOKENS, config)
+    pages = max(TOKENS, total // config.kv_bytes_per_token(2)) // PAGE_TOKENS
+    storage = PageStorage(pages, PAGE_TOKENS, config)
     lengths = [TOKENS, storage.num_pages * PAGE_TOKENS]
     (folder / "source").write_bytes(np.random.default_rng(0).bytes(storage.num_pages * storage.bytes_per_page))
     source = np.memmap(folder / "source", np.uint8, "r", shape=(storage.num_pages, storage.bytes_per_page))
