@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,67 +23,15 @@ from pagetrie.kv.tiers.load import Load
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.sealed import SEALED_BYTES, Keyring, SealedTier
 from pagetrie.kv.tiers.stack import TierStack
-from pagetrie.kv.tiers.store import StoreFullError, StoreTier
+from pagetrie.kv.tiers.store import StoreTier
 from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.transfers import Transfers
 from pagetrie.sim import PageMemory, VirtualClock
-from pagetrie.sim.threads import ThreadInTurns
+from tests.kv.tiers.faults import FaultyBackend, Turns, harm
 from tests.simulation.spec import TierSpec
 
 SECRET = bytes(32)
 FAULTS = ("lie", "flip", "flip", "flip", "truncate", "swap", "lose", "die")
-
-
-class Turns:
-    """Says which thread runs when. Deterministic, as never two run at once.
-
-    Attributes:
-        fault: what was found wrong on one of them, for ``run`` to raise.
-    """
-
-    def __init__(self, clock: VirtualClock, rng: random.Random, stall_rate: float) -> None:
-        self._clock = clock
-        self._rng = rng
-        self._stall_rate = stall_rate
-        self._threads: list[ThreadInTurns] = []
-        self.fault: Exception | None = None
-
-    def make_worker(self, name: str) -> ThreadInTurns:
-        self._threads.append(ThreadInTurns(self.when))
-        return self._threads[-1]
-
-    def when(self) -> float:
-        """When somebody who stops now goes on."""
-        rng = self._rng
-        if rng.random() < self._stall_rate:
-            return self._clock.now + rng.choice((0.3, 3.0, 60.0))
-        return self._clock.now + rng.choice((0.0, 0.0, 0.0, 0.001, 0.02))
-
-    def stop(self) -> None:
-        """A place where a thread stops; nothing on the engine's."""
-        for thread in self._threads:
-            if thread.is_current():
-                thread.stop(self.when())
-
-    def run(self) -> None:
-        """Let all go on whose time has come."""
-        while (due := self.next_due()) is not None and due <= self._clock.now:
-            next(thread for thread in self._threads if thread.due == due).turn()
-        if self.fault is not None:
-            raise self.fault
-
-    def next_due(self) -> float | None:
-        return min((thread.due for thread in self._threads if thread.due is not None), default=None)
-
-    def finish(self) -> None:
-        """Let time pass until nobody has anything to do."""
-        while (due := self.next_due()) is not None:
-            self._clock.advance(max(0.0, due - self._clock.now))
-            self.run()
-
-    def end(self) -> None:
-        for thread in self._threads:
-            thread.close(0.0)
 
 
 class SimBytes:
@@ -110,63 +58,6 @@ class SimBytes:
         self._memory._pages[page] = content[:count]
 
 
-class FaultyBackend:
-    """A store in a dictionary (``tiers.store.Backend``).
-
-    Attributes:
-        failed_reads: reads that gave something wrong.
-    """
-
-    def __init__(self, turns: Turns, rng: random.Random, fault_rate: float, capacity: int) -> None:
-        self._turns = turns
-        self._rng = rng
-        self._fault_rate = fault_rate
-        self._capacity = capacity
-        self._values: dict[str, bytes] = {}
-        self.failed_reads = 0
-
-    def _fault(self) -> str:
-        self._turns.stop()
-        return self._rng.choice(FAULTS) if self._rng.random() < self._fault_rate else ""
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        fault = self._fault()
-        if fault == "die":
-            raise OSError("planted")
-        return [name in self._values or fault == "lie" for name in names]
-
-    def get(self, names: Sequence[str], limit: int) -> list[bytes | memoryview | None]:
-        fault = self._fault()
-        values: list[bytes | memoryview | None] = [self._values.get(name) for name in names]
-        wrong = self._rng.randrange(len(names))
-        good = values[wrong]
-        if isinstance(good, bytes):
-            flipped = bytearray(good)
-            flipped[-self._rng.randrange(1, len(good) // 4)] ^= 1 << self._rng.randrange(8)
-            other = self._rng.choice([value for value in self._values.values() if value != good] or [b""])
-            values[wrong] = {"flip": bytes(flipped), "truncate": good[:-8], "swap": other, "lose": None}.get(
-                fault, good
-            )
-        self.failed_reads += fault == "die" or values[wrong] is not good
-        if fault == "die":
-            raise OSError("planted")
-        return values
-
-    def put(self, items: Sequence[tuple[str, bytes]]) -> None:
-        fault = self._fault()
-        for name, value in items if fault != "die" else items[: len(items) // 2]:
-            self._values[name] = value
-        while len(self._values) > self._capacity:
-            del self._values[next(iter(self._values))]
-        if fault == "die":
-            raise OSError("planted")
-        if fault == "lose":
-            raise StoreFullError("planted")
-
-    def close(self) -> None:
-        pass
-
-
 class SimTiers:
     """Tiers as a spec asks for them, and what goes wrong with them.
 
@@ -181,7 +72,7 @@ class SimTiers:
         self._clock = clock
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._backend: FaultyBackend | None = None
-        self.turns = Turns(clock, rng, spec.stall_rate)
+        self.turns = Turns(clock, self._when)
         pages = SimBytes(memory, self.turns)
         size = pages.bytes_per_page
         keyring = Keyring() if spec.sealed else None
@@ -193,7 +84,7 @@ class SimTiers:
             folder = CacheFolder(Path(self._folder.name), SECRET, sealed=spec.sealed)
             tiers.append(DiskTier(folder, spec.disk_bytes, clock))
         if spec.store_pages:
-            self._backend = FaultyBackend(self.turns, rng, spec.fault_rate, spec.store_pages)
+            self._backend = FaultyBackend(self._fault, rng, spec.store_pages)
             size += SEALED_BYTES if spec.sealed else 0
             tiers.append(StoreTier(self._backend, secret=SECRET, bytes_per_page=size, title="world", clock=clock))
         if keyring is not None:
@@ -226,25 +117,24 @@ class SimTiers:
         if self._folder is not None and self._rng.random() < self._spec.fault_rate / 4:
             self._harm(Path(self._folder.name))
 
+    def _when(self) -> float:
+        """When a thread that stops now goes on."""
+        rng = self._rng
+        if rng.random() < self._spec.stall_rate:
+            return self._clock.now + rng.choice((0.3, 3.0, 60.0))
+        return self._clock.now + rng.choice((0.0, 0.0, 0.0, 0.001, 0.02))
+
+    def _fault(self, call: str) -> str:
+        """What goes wrong in a call to the store."""
+        self.turns.stop()
+        return self._rng.choice(FAULTS) if self._rng.random() < self._spec.fault_rate else ""
+
     def _harm(self, folder: Path) -> None:
         paths = segment_paths(folder)
         if not paths:
             return
         path, how = self._rng.choice(paths), self._rng.choice(("flip", "flip", "truncate", "delete"))
-        if how == "delete":
-            path.unlink()
-            return
-        with path.open("r+b") as file:
-            size = file.seek(0, 2)
-            if how == "truncate":
-                file.truncate(self._rng.randrange(size + 1))
-                return
-            for _ in range(min(size, self._rng.choice((1, 200)))):
-                at = self._rng.randrange(size)
-                file.seek(at)
-                byte = file.read(1)[0]
-                file.seek(at)
-                file.write(bytes((byte ^ 1 << self._rng.randrange(8),)))
+        harm(path, how, self._rng)
 
     def wait(self, pause: float) -> None:
         """Everybody waits for pages: let time pass until something comes, or ``pause`` is over."""
