@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from pagetrie import LLM, SamplingParams
 from pagetrie.assembly import build, context_limit, engine_config, pool_pages
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager
 from pagetrie.settings import Settings
+from tests.models.tiny import tiny_model, write_folder
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,39 @@ def test_what_decides_a_pages_bytes_is_in_its_namespace() -> None:
         for fingerprint in ("a", "b")
     }
     assert len(prints) == 8
+
+
+def test_pages_of_another_kind_are_never_hit(tmp_path: Path) -> None:
+    """D10, D4: stored on disk by one model with one format; another format, page size, model or secret finds nothing,
+    what is the same finds all of it, before and after."""
+    model = tiny_model("llama")
+    folder = write_folder(tmp_path / "model", model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.001)
+    retrained = write_folder(tmp_path / "retrained", model)
+    turned = write_folder(tmp_path / "turned", tiny_model("llama", rope_parameters={"rope_theta": 20000.0}))
+    prompt = [7 + number for number in range(65)]
+
+    def cached(model: Path, **options: object) -> tuple[int, dict[str, int]]:
+        settings = {"weights": "fp32", "kv_dtype": "fp16", "page_size": 16, "num_pages": 16, "threads": 1, **options}
+        with LLM(model, max_model_len=128, disk_cache=tmp_path / "pages", disk_cap=10**7, **settings) as llm:
+            (result,) = llm.generate([prompt], SamplingParams(max_tokens=1), progress=False)
+            return result.cached_tokens, result.cached_by_tier
+
+    everything, nothing = (64, {"disk": 64}), (0, {})
+    assert [cached(folder) for _ in range(2)] == [nothing, everything]
+    others = (
+        cached(folder, kv_dtype="fp32"),
+        cached(folder, page_size=32),
+        cached(folder, weights="fp16"),
+        cached(retrained),
+        cached(turned),
+    )
+    assert others == (nothing,) * 5
+    assert [cached(one) for one in (folder, retrained, turned)] == [everything] * 3
+    (tmp_path / "pages" / "secret").write_bytes(bytes(32))
+    assert [cached(folder) for _ in range(2)] == [nothing, everything]
 
 
 def test_contradicting_budgets_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from pagetrie.cli.main import app
 from pagetrie.kv.tiers.disk import DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder
+from pagetrie.kv.tiers.record import _HEAD, HEAD_BYTES, Checksum, parse_head
 from tests.kv.tiers.test_archive import filled, reads, refs_of
 
 
@@ -58,6 +60,51 @@ def test_export_and_import(folder: Path, tmp_path: Path) -> None:
     there = DiskTier(CacheFolder(tmp_path / "there"), 10**9)
     assert reads(there, refs_of(there, b"a", 5)) == 5
     there.close()
+
+
+def claims_a_huge_page(archive: bytes) -> bytes:
+    """Its first page says to have a terabyte, under tags that are right."""
+    start = archive.index(b"ptpage\r\n")
+    page = parse_head(archive[start : start + HEAD_BYTES + 16], Checksum())
+    assert page is not None
+
+    front = _HEAD.pack(
+        b"ptpage\r\n", 1, 1, 16, 1 << 40, page.ref.key, page.ref.parent, page.ref.namespace, page.page_tag, b""
+    )[:-16]
+    return archive[:start] + front + Checksum().tag(front, page.ref.tokens) + page.ref.tokens
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw[:700] + bytes([raw[700] ^ 1]) + raw[701:], "damaged after 0 pages"),
+        (lambda raw: raw[: len(raw) // 2], "ends too early"),
+        (lambda raw: b"", "no archive"),
+        (None, "can't read"),
+        (claims_a_huge_page, "damaged after 0 pages"),
+        (lambda raw: raw[:12] + b"\xff\xff\xff\xff" + raw[16:], "too long"),
+    ],
+    ids=["flipped", "truncated", "empty", "missing", "huge page", "endless namespaces"],
+)
+def test_a_damaged_archive_leaves_what_is_there(
+    folder: Path, tmp_path: Path, damage: Callable[[bytes], bytes] | None, message: str
+) -> None:
+    """I2: an error, and the prefixes that the folder held before are whole."""
+    archive, there = tmp_path / "archive", tmp_path / "there"
+    run("export", archive, "--disk-cache", folder)
+    raw = archive.read_bytes()
+    archive.unlink()
+    warm, _ = filled(there)
+    warm.close()
+    if damage is not None:
+        archive.write_bytes(damage(raw))
+    result = CliRunner().invoke(app, ["cache", "import", str(archive), "--disk-cache", str(there)])
+    assert result.exit_code == 1 and message in str(result.exception)
+    tier = DiskTier(CacheFolder(there), 10**9)
+    kept = [(b"a", 0, 5), (b"a", 100, 4), (b"b", 0, 3)]
+    assert all(reads(tier, refs_of(tier, name, count, first=first)) == count for name, first, count in kept)
+    tier.close()
+    assert "0 are damaged" in run("verify", "--disk-cache", there)
 
 
 @pytest.mark.parametrize("command", ["ls", "stat", "verify"])

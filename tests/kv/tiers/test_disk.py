@@ -171,6 +171,34 @@ def test_the_cap_holds_and_used_prefixes_stay(tmp_path: Path) -> None:
     smaller.close()
 
 
+def test_a_cap_through_traffic_and_a_restart(tmp_path: Path) -> None:
+    """D3: 30 MB of the bundled model's pages through 10 MB, a restart after half of it, another under a smaller cap."""
+    page = 368_640
+    for half, capacity in enumerate((10 * 10**6, 10 * 10**6, 6 * 10**6)):
+        tier = open_tier(tmp_path, capacity)
+        assert bytes_in(tmp_path) <= capacity
+        for ref in chain(41, name=b"half %d" % half):
+            assert tier.put([(ref, content(ref, page))]) == 1
+            assert bytes_in(tmp_path) <= capacity
+        assert tier.stats.pages >= capacity // page // 2, "the cap leaves most of itself unused"
+        tier.close()
+        assert bytes_in(tmp_path) <= capacity
+
+
+def test_what_is_counted_after_a_restart_is_what_can_be_read(tmp_path: Path) -> None:
+    """D6: no page is reported that isn't there, none is there that isn't reported."""
+    tier = open_tier(tmp_path, 60_000)
+    refs = chain(80)
+    store(tier, refs)
+    tier.close()
+    with segments(tmp_path)[-2].open("r+b") as file:
+        file.truncate(2_000)
+    tier = open_tier(tmp_path, 60_000)
+    pages = tier.stats.pages
+    assert 0 < pages == sum(bool(read(tier, [ref])) for ref in refs) < 60_000 // 1_300
+    tier.close()
+
+
 def test_segments_that_vanish(tmp_path: Path) -> None:
     """D3: a file that somebody deleted is still read while it is open, and its eviction is no error."""
     tier = open_tier(tmp_path, 20_000)
@@ -179,7 +207,10 @@ def test_segments_that_vanish(tmp_path: Path) -> None:
     for path in segments(tmp_path):
         path.unlink()
     assert read(tier, refs) == refs
-    store(tier, chain(60, name=b"more"))
+    more = chain(60, name=b"more")
+    assert store(tier, more) == 60
+    assert not tier.holds(refs[0].key) and tier.stats.healthy and tier.stats.refused_pages == 0
+    assert read(tier, more[-3:]) == more[-3:]
     tier.close()
 
 
@@ -222,9 +253,27 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     tier.close()
 
 
+def test_a_disk_that_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cleared is forgotten, even if its files can't go; nothing more is stored."""
+    tier = open_tier(tmp_path)
+    refs = chain(3)
+    store(tier, refs)
+
+    def broken(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "unlink", broken)
+    tier.clear()
+    assert read(tier, refs) == [] and store(tier, refs) == 0
+    assert tier.stats.problem == "it stores nothing: Input/output error"
+    monkeypatch.undo()
+    tier.close()
+
+
 def test_a_broken_disk_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """D3."""
     tier = open_tier(tmp_path)
     refs = chain(4)
     store(tier, refs[:2])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,5 +75,37 @@ def test_what_is_about_to_be_read_is_pushed_out_last() -> None:
 
 
 def test_a_capacity_below_one_page_is_refused() -> None:
+    """D11: pages are of one size, so what could never hold one is refused at the start, with both numbers."""
+    with pytest.raises(ConfigError, match="10000000 bytes holds no page: one takes 12000000 bytes"):
+        RamTier(10_000_000, 12_000_000)
     with pytest.raises(ConfigError, match="holds no page"):
         RamTier(PAGE_BYTES, PAGE_BYTES)
+
+
+_FILLED = """
+import sys
+import numpy as np
+from pagetrie.kv.tiers.ram import RamTier
+from tests.kv.tiers.pages import chain
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+capacity, size = int(sys.argv[1]), int(sys.argv[2])
+refs = chain(3 * capacity // size, size=1)
+page = np.ones(size, np.uint8)
+before = resident()
+tier = RamTier(capacity, size)
+for ref in refs:
+    assert tier.put([(ref, page)]) == 1
+assert tier.stats.pages > 0.6 * capacity // size and tier.stats.evicted_pages > capacity // size
+print(resident() - before)
+"""
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(10_000_000, 4_000_000), (12_000_000, 1_000)])
+def test_a_cap_counts_every_byte(capacity: int, size: int) -> None:
+    """D11: three times as much as the cap holds, in large and in small pages: memory grows by the cap and no more."""
+    command = [sys.executable, "-c", _FILLED, str(capacity), str(size)]
+    grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert 0.6 * capacity < grown < capacity + 2_000_000

@@ -156,10 +156,27 @@ def test_a_store_that_dies_and_comes_back(tmp_path: Path, caplog: pytest.LogCapt
         assert len(caplog.records) == 1 and not tier.stats.healthy and "left alone" in tier.stats.problem
         server.start()
         clock.now += LONGEST_PAUSE
+        assert tier.holds(refs[1].key)
+        assert tier.contains([b"k" * 32]) == 0
+        assert not tier.holds(refs[1].key), "it may have begun anew, so nothing is known to be there"
         assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
         assert len(caplog.records) == 2 and tier.stats.healthy and not tier.stats.problem
     finally:
         server.kill()
+
+
+def test_values_that_a_store_gave_up_are_stored_again(valkey: Valkey) -> None:
+    """D6: what is found missing, by a question or a read, counts as there no longer."""
+    refs = chain(6)
+    tier = tier_on(open_backend(valkey.url))
+    tier.put([(ref, content(ref)) for ref in refs])
+    for number in (1, 3, 5):
+        valkey.client.delete("pagetrie:page:1:" + refs[number].key.hex())
+    assert tier.contains([ref.key for ref in refs[:4]]) == 1
+    assert [tier.holds(ref.key) for ref in refs] == [True, False, True, False, True, True]
+    assert read(tier, refs[4:]) == refs[4:5]
+    assert [tier.holds(ref.key) for ref in refs] == [True, False, True, False, True, False]
+    tier.close()
 
 
 def test_a_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -41,6 +42,7 @@ FLOORS = 0.75
 """How much of the capacity owners' floors keep at most, together: the rest is room to move in."""
 
 CLOSE_SECONDS = 2.0
+"""How long a write that hangs in the system is waited for, to close or to clear."""
 
 READ_BYTES = 1 << 20
 """Bytes that are read at a time: few enough to be checked while the processor's cache still holds them."""
@@ -127,6 +129,7 @@ class DiskTier:
         self._owners = Owners(self._limit, FLOORS)
         self._lock = Lock()  # the index; held for moments
         self._writing = Lock()  # one writer at a time
+        self._to_be_cleared = False
         self._segments: list[Segment] = []
         self._next_number = 0
         self._round = 0
@@ -256,9 +259,19 @@ class DiskTier:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _writer(self) -> Iterator[None]:
+        """The one writer; at its end what was cleared meanwhile is deleted."""
+        with self._writing:
+            try:
+                yield
+            finally:
+                if self._to_be_cleared:
+                    self._delete_all()
+
     def put(self, pages: Sequence[tuple[PageRef, Bytes]]) -> int:
         stored, started = 0, self._clock()
-        with self._writing:
+        with self._writer():
             for ref, data in pages:
                 if ref.key in self._index:
                     stored += 1
@@ -395,7 +408,7 @@ class DiskTier:
             log.warning("the disk cache stores nothing more: %s", error)
 
     def name_namespace(self, key: bytes, namespace: bytes) -> None:
-        with self._writing:
+        with self._writer():
             size = sum(map(len, self._namespaces.values())) + len(namespace) + 4 * (len(self._namespaces) + 1)
             if key in self._namespaces or not self._writable or size > min(MAX_BYTES, self._capacity // 64):
                 return
@@ -406,7 +419,7 @@ class DiskTier:
                 self._give_way(error)
 
     def allow(self, allowances: Mapping[bytes, Allowance]) -> None:
-        with self._writing:
+        with self._writer():
             with self._lock:
                 self._owners.allow(allowances)
                 lines = list(self._lines)
@@ -415,7 +428,7 @@ class DiskTier:
 
     def drop_owner(self, tag: bytes) -> None:
         """See ``Tier``. Segments that hold anything of the owner's are written anew without it."""
-        with self._writing:
+        with self._writer():
             with self._lock:
                 entries = [(key, self._index[key]) for key in self._lines.get(tag, ())]
             for key, entry in entries:
@@ -438,12 +451,25 @@ class DiskTier:
                 self._give_way(error)
 
     def clear(self) -> None:
-        with self._writing:
-            self._forget_all()
+        """See ``Tier``. The files of a writer that hangs go when it ends: it keeps nobody waiting for long."""
+        self._forget_all()
+        self._to_be_cleared = True
+        if self._writing.acquire(timeout=CLOSE_SECONDS):
+            try:
+                self._delete_all()
+            finally:
+                self._writing.release()
+
+    def _delete_all(self) -> None:
+        self._to_be_cleared = False
+        self._forget_all()
+        try:
             for segment in self._segments:
                 if self.folder.writable:
                     segment.path.unlink(missing_ok=True)
-            self._segments.clear()
+        except OSError as error:
+            self._give_way(error)
+        self._segments.clear()
 
     def close(self) -> None:
         # A writer that hangs in the system must not keep us here; its segment is then read record by record.

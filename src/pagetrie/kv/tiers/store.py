@@ -105,8 +105,9 @@ class StoreTier:
         count = 0
         for start in range(0, len(keys), 256):
             some = keys[start : start + 256]
-            found = self._try(partial(self._backend.exists, [_name(key) for key in some]))
-            here = next((i for i, there in enumerate(found or [False]) if not there), len(some))
+            found = self._try(partial(self._backend.exists, [_name(key) for key in some])) or []
+            self._forget([key for key, there in zip(some, found, strict=False) if not there])
+            here = next((i for i, there in enumerate(found) if not there), len(found))
             count += here
             if here < len(some):
                 break
@@ -124,8 +125,7 @@ class StoreTier:
                 data = None if value is None else self._open(ref, memoryview(value))
                 if data is None:
                     self._stats.failed_pages += 1
-                    with self._lock:
-                        self._known.pop(ref.key, None)
+                    self._forget([ref.key])
                     return
                 self._stats.hit_pages += 1
                 self._stats.hit_bytes += data.nbytes
@@ -203,6 +203,12 @@ class StoreTier:
             while len(self._known) > _KNOWN_KEYS:
                 self._known.popitem(last=False)
 
+    def _forget(self, keys: Sequence[bytes]) -> None:
+        """The store has these no more: they are to be stored again."""
+        with self._lock:
+            for key in keys:
+                self._known.pop(key, None)
+
     def _try(self, call: Callable[[], T]) -> T | None:
         """What a call gives; None if it fails, or if the store is being left alone."""
         if self._clock() < self._silent_until:
@@ -221,6 +227,7 @@ class StoreTier:
             with self._lock:
                 self._pause = 0.0
                 self._failure = ""
+                self._known.clear()  # it may have begun anew, without its values
             log.warning("the store %s works again", self._title)
         return result
 
