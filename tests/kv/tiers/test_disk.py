@@ -386,3 +386,15 @@ def test_a_read_goes_on_while_its_segment_is_evicted(tmp_path: Path) -> None:
     assert not tier.holds(refs[0].key)
     assert (next(reading) == content(refs[1])).all()
     tier.close()
+
+
+def test_the_system_is_told_only_of_what_lies_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file is read on it reads ahead by itself; being told as well takes twice its work."""
+    size = 600_000  # more than half of what is read at a time
+    tier, refs, others = open_tier(tmp_path, 1 << 30), chain(6), chain(2, name=b"b")
+    for part in (refs[:3], others, refs[3:]):
+        assert tier.put([(ref, content(ref, size)) for ref in part]) == len(part)
+    told = list[int]()
+    monkeypatch.setattr(Segment, "will_read", lambda self, offset, length: told.append(offset))
+    assert read(tier, refs) == refs
+    assert told == [tier._index[refs[3].key].offset]
