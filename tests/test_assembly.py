@@ -68,13 +68,16 @@ def test_pages_of_another_kind_are_never_hit(tmp_path: Path) -> None:
     turned = write_folder(tmp_path / "turned", tiny_model("llama", rope_parameters={"rope_theta": 20000.0}))
     prompt = [7 + number for number in range(65)]
 
-    def cached(model: Path, **options: object) -> tuple[int, dict[str, int]]:
+    def cached(model: Path, **options: object) -> tuple[int, dict[str, int], int]:
+        """Cached tokens, those by tier, and loads that were begun."""
         settings = {"weights": "fp32", "kv_dtype": "fp16", "page_size": 16, "num_pages": 16, "threads": 1, **options}
         with LLM(model, max_model_len=128, disk_cache=tmp_path / "pages", disk_cap=10**7, **settings) as llm:
             (result,) = llm.generate([prompt], SamplingParams(max_tokens=1), progress=False)
-            return result.cached_tokens, result.cached_by_tier
+            report = llm._parts.engine.transfer_report()
+            assert report is not None
+            return result.cached_tokens, result.cached_by_tier, report.transfers.loads
 
-    everything, nothing = (64, {"disk": 64}), (0, {})
+    everything, nothing = (64, {"disk": 64}, 1), (0, {}, 0)
     assert [cached(folder) for _ in range(2)] == [nothing, everything]
     others = (
         cached(folder, kv_dtype="fp32"),

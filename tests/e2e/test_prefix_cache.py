@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -173,34 +175,63 @@ def test_fifty_users_hold_their_prefix_once(start_server: Callable[..., Server])
     )
 
 
-def test_a_burst_on_a_cold_trunk_computes_it_once(start_server: Callable[..., Server]) -> None:
-    """I4: four requests at once on one trunk; one is cancelled half-way and the others go on."""
-    server = start_server("--num-pages", "120", "--max-num-batched-tokens", "64")
-    trunk = tokens(server, STORY * 6)[:400]
-    tails = [
+def burst(server: Server) -> tuple[list[int], list[list[int]]]:
+    """A trunk of 400 tokens, and tails for four users."""
+    return tokens(server, STORY * 6)[:400], [
         tokens(server, f" Now tell me about {TOPICS[user]} in one line, please, and be quick about it.")
         for user in range(4)
     ]
-    before = server.metrics()
+
+
+def test_a_burst_on_a_cold_trunk_computes_it_once(start_server: Callable[..., Server]) -> None:
+    """I4: four requests at once on one trunk compute it once and hold it once."""
+    server = start_server("--num-pages", "120", "--max-num-batched-tokens", "64")
+    trunk, tails = burst(server)
+    before, peak = server.metrics(), 0.0
     gate = threading.Barrier(4)
 
-    def ask(user: int) -> dict[str, Any] | None:
+    def ask(user: int) -> dict[str, Any]:
         gate.wait()
-        if user == 3:  # leaves after its first token
-            with server.openai.completions.create(
-                model=server.model, prompt=[*trunk, *tails[user]], max_tokens=100, stream=True
-            ) as stream:
-                next(iter(stream))
-            return None
         return server.complete([*trunk, *tails[user]], max_tokens=4, logprobs=2)
 
     with ThreadPoolExecutor(4) as users:
-        answers = list(users.map(ask, range(4)))
-    after = server.idle()
-    prefilled = after["pagetrie:prefill_tokens_total"] - before["pagetrie:prefill_tokens_total"]
+        answers = [users.submit(ask, user) for user in range(4)]
+        while not all(answer.done() for answer in answers):
+            peak = max(peak, server.metrics()['pagetrie:pages{state="active"}'])
+    prefilled = server.idle()["pagetrie:prefill_tokens_total"] - before["pagetrie:prefill_tokens_total"]
     assert prefilled <= 400 + sum(map(len, tails)) + 4 * 16
+    assert 400 // 16 < peak <= 400 // 16 + 4 * 3
+    for user in (1, 3):
+        solo = server.complete([*trunk, *tails[user]], max_tokens=4, logprobs=2, cache_prompt=False)
+        assert_same(solo["choices"][0], answers[user].result()["choices"][0])
+
+
+@pytest.mark.slow
+def test_the_first_of_a_burst_leaves(start_server: Callable[..., Server]) -> None:
+    """I4: whoever computes the trunk is cancelled half-way; the others, who wait for it, go on from there."""
+    server = start_server("--num-pages", "120", "--max-num-batched-tokens", "64")
+    trunk, tails = burst(server)
+    before = server.metrics()["pagetrie:prefill_tokens_total"]
+    body = json.dumps({"model": server.model, "prompt": [*trunk, *tails[3]], "max_tokens": 4})
+    host = server.url.removeprefix("http://")
+
+    def computed(count: int) -> None:
+        server.wait_until(lambda values: values["pagetrie:prefill_tokens_total"] - before >= count)
+
+    def ask(user: int) -> dict[str, Any]:
+        return server.complete([*trunk, *tails[user]], max_tokens=4, logprobs=2)
+
+    with socket.create_connection((host.split(":")[0], int(host.split(":")[1])), 60) as leader:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        leader.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        computed(64)
+        with ThreadPoolExecutor(3) as users:
+            answers = [users.submit(ask, user) for user in range(3)]
+            computed(192)
+            leader.close()
+    after = server.idle()
+    assert after['vllm:request_success_total{finished_reason="abort"}'] == 1
+    assert after["pagetrie:prefill_tokens_total"] - before <= 400 + sum(map(len, tails)) + 4 * 16
     for user in range(3):
         solo = server.complete([*trunk, *tails[user]], max_tokens=4, logprobs=2, cache_prompt=False)
-        answer = answers[user]
-        assert answer is not None
-        assert_same(solo["choices"][0], answer["choices"][0])
+        assert_same(solo["choices"][0], answers[user].result()["choices"][0])

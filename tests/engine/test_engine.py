@@ -76,6 +76,7 @@ def test_a_whole_prompt_in_the_cache_still_computes_one_token() -> None:
 
 
 def test_next_turn_hits_all_of_the_turn_before() -> None:
+    """I6."""
     world = World(page_size=16)
     first = prompt(4, 37)
     world.add("turn 1", first, max_tokens=10, ignore_eos=True)
@@ -90,7 +91,7 @@ def test_next_turn_hits_all_of_the_turn_before() -> None:
 
 
 def test_burst_on_a_cold_trunk_computes_it_once() -> None:
-    """Four requests at once on one trunk of 400 tokens with tails of 20 (pain I4)."""
+    """I4: four requests at once on one trunk of 400 tokens with tails of 20: it is computed once and held once."""
     world = World(num_pages=64, page_size=16, max_model_len=600, budget=64)
     trunk = prompt(5, 400)
     for name in range(4):
@@ -107,6 +108,7 @@ def test_burst_on_a_cold_trunk_computes_it_once() -> None:
 
 
 def test_when_the_leader_leaves_a_follower_takes_over() -> None:
+    """I4."""
     world = World(num_pages=64, page_size=16, max_model_len=600, budget=64)
     trunk = prompt(5, 400)
     for name in range(4):

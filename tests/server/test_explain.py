@@ -50,6 +50,7 @@ async def test_never_stored():
 
 
 async def test_volatile_text_before_stable_text():
+    """I6: the token at which it differs is named, and what is to be done about it."""
     async with serving() as client:
         await client.complete(prompt=f"Now: 10:41. {RULES}", max_tokens=1)
         prompt = await explained(client, prompt=f"Now: 10:59. {RULES}")
@@ -79,7 +80,7 @@ async def test_a_rewritten_last_turn():
 
 
 async def test_a_rewritten_opening_of_the_last_turn():
-    """The words that opened the answer are part of the first prompt and missing from the second."""
+    """I6: the words that opened the answer are part of the first prompt and missing from the second."""
     async with serving() as client:
         await client.complete(prompt=f"{RULES}\nassistant:<think>\n", max_tokens=30, ignore_eos=True)
         answer = expected(tokens(f"{RULES}\nassistant:<think>\n"), 30, eos=False)

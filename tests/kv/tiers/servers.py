@@ -59,6 +59,9 @@ class Valkey:
         """Answer nothing any more, and keep connections open."""
         self._process.send_signal(signal.SIGSTOP)
 
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

@@ -104,7 +104,7 @@ def test_looking_into_a_folder_that_is_in_use(tmp_path: Path) -> None:
 
 @given(place=st.integers(0), cut=st.booleans())
 def test_a_damaged_archive_plants_nothing(tmp_path_factory: pytest.TempPathFactory, place: int, cut: bool) -> None:
-    """Any bit flipped, or cut anywhere: an error or fewer pages, never a wrong one and never a huge allocation."""
+    """I2: any bit flipped, or cut anywhere: an error or fewer pages, never a wrong one and never a huge allocation."""
     folder = tmp_path_factory.mktemp("archive")
     tier, _ = filled(folder / "here")
     archive = io.BytesIO()

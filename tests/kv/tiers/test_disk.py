@@ -18,7 +18,9 @@ from pagetrie.errors import ConfigError
 from pagetrie.kv.tiers.disk import RETRY_SECONDS, DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder, FolderInUseError
 from pagetrie.kv.tiers.interface import PageRef
+from pagetrie.kv.tiers.opening import TierOptions, open_tiers
 from pagetrie.kv.tiers.segment import Segment
+from tests.engine.toy import ToyMemory
 from tests.kv.tiers.pages import Clock, chain, content, read
 
 BIG = 10**6
@@ -59,7 +61,7 @@ steps = st.lists(
 def test_a_random_history(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]], capacity: int
 ) -> None:
-    """It never hands out wrong bytes, never exceeds its cap, always starts; undamaged, it has what it says."""
+    """D2, D3: it never hands out wrong bytes, never exceeds its cap, always starts; undamaged, it has what it says."""
     folder = tmp_path_factory.mktemp("disk")
     tier = open_tier(folder, capacity)
     damaged = False
@@ -137,7 +139,7 @@ for ref in chain(400):
 
 @pytest.mark.slow
 def test_killed_fifty_times(tmp_path: Path) -> None:
-    """A process that is killed while it writes: the next start works, and what it finds is right."""
+    """D2: a process that is killed while it writes: the next start works, and what it finds is right."""
     refs, rng = chain(400), random.Random(0)
     for _ in range(50):
         process = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE)
@@ -226,6 +228,16 @@ def test_a_page_larger_than_the_cap_is_refused(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_cap_below_two_pages_is_refused_at_the_start(tmp_path: Path) -> None:
+    """D11: with both numbers, before anything is made."""
+    memory = ToyMemory(1, 4)
+    memory.bytes_per_page = 12_000_000
+    options = TierOptions(disk=tmp_path / "pages", disk_bytes=10_000_000)
+    with pytest.raises(ConfigError, match="disk cache of 10000000 bytes is too small: a page takes 12000000 bytes"):
+        open_tiers(options, memory)
+    assert not (tmp_path / "pages").exists()
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """D3: nothing is stored for a while, one line says so, reading goes on, a torn record is cut off again."""
     clock = Clock()
@@ -289,6 +301,7 @@ def test_a_broken_disk_is_read_only(
 
 
 def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1."""
     tier = open_tier(tmp_path)
     refs = chain(2)
     store(tier, refs)
@@ -376,7 +389,7 @@ def test_what_is_no_segment_is_dropped_and_other_files_are_left(
 
 
 def test_a_read_goes_on_while_its_segment_is_evicted(tmp_path: Path) -> None:
-    """D6."""
+    """D6: its file is deleted and what it names is gone; what it reads is right to its end."""
     tier = open_tier(tmp_path, 20_000)
     refs = chain(2)
     store(tier, refs)

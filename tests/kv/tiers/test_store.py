@@ -216,6 +216,31 @@ def test_a_failing_store_is_asked_less_and_less() -> None:
     assert tier.put([(ref, content(ref))]) == 1 and read(tier, [ref]) == [ref]
 
 
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_what_began_before_an_outage_tells_nothing_of_its_end(ends: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A question is on its way while a read fails: however it ends, the store is left alone as if it weren't there."""
+    clock, refs = Clock(), chain(2)
+
+    class Concurrent(BrokenBackend):
+        def exists(self, names: Sequence[str]) -> list[bool]:
+            if not caplog.records:
+                self.error = OSError("planted")
+                assert read(tier, refs) == []
+                self.error = OSError("planted, too") if ends == "badly" else None
+            return super().exists(names)
+
+    backend = Concurrent()
+    tier = tier_on(backend, clock=clock)
+    tier.contains([refs[0].key])
+    backend.error = None
+    calls = backend.calls
+    clock.now += 0.99 * FIRST_PAUSE
+    assert tier.contains([refs[0].key]) == 0 and backend.calls == calls and not tier.stats.healthy
+    clock.now += 0.01 * FIRST_PAUSE
+    assert tier.put([(ref, content(ref)) for ref in refs]) == 2 and tier.stats.healthy
+    assert len(caplog.records) == 2
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [("ftp://x", "no kind of store"), ("redis://h:notaport", "can't open the store redis://h:notaport")],

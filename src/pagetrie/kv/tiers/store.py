@@ -210,20 +210,25 @@ class StoreTier:
                 self._known.pop(key, None)
 
     def _try(self, call: Callable[[], T]) -> T | None:
-        """What a call gives; None if it fails, or if the store is being left alone."""
-        if self._clock() < self._silent_until:
+        """What a call gives; None if it fails, or if the store is being left alone.
+
+        What began before the latest failure tells nothing new, however it ends.
+        """
+        began = self._clock()
+        if began < self._silent_until:
             return None
         try:
             result = call()
         except Exception as error:  # noqa: BLE001 - each client library has its own
             with self._lock:
-                if not self._pause:
-                    log.warning("the store %s fails, going on without it: %s", self._title, _line(error))
-                self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
-                self._silent_until = self._clock() + self._pause
-                self._failure = f"it fails ({type(error).__name__}) and is left alone for a while"
+                if began >= self._silent_until:
+                    if not self._pause:
+                        log.warning("the store %s fails, going on without it: %s", self._title, _line(error))
+                    self._pause = min(LONGEST_PAUSE, 2 * self._pause or FIRST_PAUSE)
+                    self._silent_until = self._clock() + self._pause
+                    self._failure = f"it fails ({type(error).__name__}) and is left alone for a while"
             return None
-        if self._pause:
+        if self._pause and began >= self._silent_until:
             with self._lock:
                 self._pause = 0.0
                 self._failure = ""
