@@ -48,12 +48,17 @@ def test_a_longer_context_than_model_or_pool_is_refused(asked: int, words: str) 
 
 def test_what_decides_a_pages_bytes_is_in_its_namespace() -> None:
     prints = {
-        engine_config(Settings(weights=weights, kv_dtype=kv), 100, fingerprint).model_fingerprint
+        engine_config(Settings(weights=weights, kv_dtype=kv, ram_codec=codec), 100, fingerprint).model_fingerprint
         for weights in ("fp16", "fp32")
         for kv in ("fp16", "fp32")
+        for codec in ("none", "int8", "k8v4")
         for fingerprint in ("a", "b")
     }
-    assert len(prints) == 8
+    assert len(prints) == 24
+
+
+def test_pages_of_servers_without_a_codec_keep_their_names() -> None:
+    assert engine_config(Settings(), 100, "a").model_fingerprint == "a:q4:fp16:1"
 
 
 def test_pages_of_another_kind_are_never_hit(tmp_path: Path) -> None:

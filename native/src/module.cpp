@@ -16,6 +16,7 @@ namespace pagetrie {
 void bind_attention(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_linear(nb::module_& m);
+void bind_page_codec(nb::module_& m);
 
 static void bind_cpu(nb::module_& m) {
   m.def("isa", [] { return isa_name(isa()); }, "The instruction set in use: portable, avx2 or avx512.");
@@ -53,4 +54,5 @@ NB_MODULE(_native, m) {
   pagetrie::bind_attention(m);
   pagetrie::bind_linear(m);
   pagetrie::bind_decoder(m);
+  pagetrie::bind_page_codec(m);
 }

@@ -273,3 +273,37 @@ class QuantizedDecoder:
         Raises:
             ValueError: another type or shape.
         """
+
+class PageCodec:
+    """Pages in fewer bytes, with loss: ``int8``, or ``k8v4`` with values of 4 bits. See ``native/src/page_codec.h``."""
+
+    def __init__(self, name: str, dtype: str, n_layers: int, n_kv_heads: int, head_dim: int, page_size: int) -> None:
+        """Make a codec for pages [n_layers, 2, n_kv_heads, head_dim * page_size] as ``KvPages`` has them.
+
+        Args:
+            name: int8 or k8v4.
+            dtype: fp16 or fp32, of the page.
+            n_layers, n_kv_heads, head_dim, page_size: of the page.
+
+        Raises:
+            ValueError: another name or dtype, or a size that isn't from 1 to 65,536.
+        """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def encoded_bytes(self) -> int: ...
+    def encode(self, src: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> bool:
+        """Encode a page, contiguous uint8 [page_bytes], into contiguous uint8 [encoded_bytes].
+
+        Returns:
+            False, with ``out`` of no use, if it holds NaN, infinity or a magnitude above 2^120.
+
+        Raises:
+            ValueError: another type or length, or a page that isn't aligned to its values.
+        """
+
+    def decode(self, src: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+        """Decode into a page. Raises ValueError as ``encode`` does."""

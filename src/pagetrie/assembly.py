@@ -19,9 +19,11 @@ from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager, ContiguousCacheManager, EvictionLog, KVCache
 from pagetrie.kv.eviction import make_policy
 from pagetrie.kv.keys import SECRET_BYTES
+from pagetrie.kv.tiers.codec import namespace_suffix
 from pagetrie.models.config import ModelConfig
 from pagetrie.models.loading import load_checkpoint
 from pagetrie.runner.model_runner import ModelRunner
+from pagetrie.runner.page_codec import make_page_codec
 from pagetrie.runner.storage import LAYOUT_VERSION, PageStorage, bytes_per_page
 from pagetrie.settings import Settings, flag, format_size, parse_size
 from pagetrie.text.chat_template import ChatTemplate
@@ -138,7 +140,8 @@ def engine_config(
         max_bypass=settings.max_bypass,
         max_contexts=settings.max_contexts,
         public_salt=public_salt,
-        model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}:{LAYOUT_VERSION}",
+        model_fingerprint=f"{fingerprint}:{settings.weights}:{settings.kv_dtype}:{LAYOUT_VERSION}"
+        + namespace_suffix(settings.ram_codec),
     )
 
 
@@ -196,6 +199,8 @@ def _cache(
         raise ConfigError(
             f"{flag('encrypt_cache')} needs {flag('api_keys')}: pages are sealed under their tenants' secrets"
         )
+    if settings.ram_codec != "none" and settings.ram_cache is None:
+        raise ConfigError(f"{flag('ram_codec')} {settings.ram_codec} needs {flag('ram_cache')}")
     if asked and not shares:
         raise ConfigError(f"{' and '.join(asked)} need shared prefixes: a paged layout and a prefix index")
     if settings.kv_layout == "contiguous":
@@ -225,6 +230,7 @@ def _tiers(
 
     options = TierOptions(
         ram_bytes=settings.ram_cache or 0,
+        ram_codec=make_page_codec(settings.ram_codec, storage),
         disk=settings.disk_cache.expanduser() if settings.disk_cache is not None else None,
         disk_bytes=settings.disk_cap,
         store=settings.store,

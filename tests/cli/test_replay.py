@@ -76,6 +76,10 @@ def test_tiers_below_the_pool(trace: Path, tmp_path: Path, *, index_only: bool) 
     assert sum(row["hit_rates"].values()) == pytest.approx(row["hit_rate"])
     assert row["hit_rates"]["ram"] > 0 and row["hit_rate"] > alone["hit_rate"]
     assert "where the prompts were found" in file.read_text()
+    (full,) = json.loads(run(*words, "--ram-cache", "40MiB").output)["results"]
+    int8 = 20 * (2 * 1024**2 * 130 // 256)  # 128 bytes and a scale of two for each 256 bytes of fp16
+    (packed,) = json.loads(run(*words, "--ram-cache", str(int8), "--ram-codec", "int8").output)["results"]
+    assert packed["hit_rates"] == full["hit_rates"]
     words.remove("--json")
     assert "computed" in run(*words, "--ram-cache", "40MiB").output
 
@@ -100,6 +104,9 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         (("--page-size", "7"), "aren't made of pages of 7"),
         (("--ram-cache", "much"), "--ram-cache: "),
         (("--ram-cache", "1KiB"), "ram: 1024 bytes hold no page: one takes 2097152 bytes"),
+        (("--ram-codec", "int8"), "--ram-codec int8 needs --ram-cache"),
+        (("--ram-cache", "1GiB", "--ram-codec", "zip"), "no codec 'zip' for memory; there are none, int8, k8v4"),
+        (("--ram-cache", "1GiB", "--ram-codec", "int8", "--model", "deepseek-v3"), "deepseek-v3 keeps a latent vector"),
         (("--index-only", "--disk-cap", "2MB"), "disk: 2000000 bytes hold no page"),
         (("--index-only", "--plot", "/no/such/folder/plot.svg"), "can't write the plot"),
     ],

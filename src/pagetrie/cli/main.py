@@ -115,6 +115,9 @@ def replay(
     replicas: Annotated[int, typer.Option("--replicas", help="Replicas, each with its own pool.", min=1, max=256)] = 1,
     routing: Annotated[str, typer.Option("--routing", help="round-robin, least-loaded or prefix.")] = "prefix",
     ram_cache: Annotated[str | None, typer.Option("--ram-cache", help="Memory below each pool, such as 64GiB.")] = None,
+    ram_codec: Annotated[
+        str, typer.Option("--ram-codec", help="How that memory keeps pages: none (as they are), int8 or k8v4.")
+    ] = "none",
     disk_cap: Annotated[str | None, typer.Option("--disk-cap", help="Disk below each pool, such as 1TB.")] = None,
     ram_bandwidth: Annotated[
         str, typer.Option("--ram-bandwidth", help="Between pool and memory, per second.")
@@ -149,14 +152,16 @@ def replay(
 ) -> None:
     """Replay a trace: hit rates, and with the real scheduler under a virtual clock, times, goodput and preemptions."""
     from pagetrie.cli import replay as command
-    from pagetrie.cli.plan import cost_model, token_bytes
+    from pagetrie.cli.plan import cost_model, ram_share, token_bytes
     from pagetrie.replay.trace import read_trace
 
     if prefix_index not in ("radix", "hash"):
         raise ConfigError(f"no prefix index {prefix_index!r}; there are radix and hash")
     read = read_trace(trace, page_tokens=page_tokens)
     del read.requests[requests if requests is not None else len(read.requests) :]
-    tiers = command.read_tiers(ram_cache, disk_cap, ram_bandwidth, disk_bandwidth)
+    if ram_codec != "none" and ram_cache is None:
+        raise ConfigError(f"--ram-codec {ram_codec} needs --ram-cache")
+    tiers = command.read_tiers(ram_cache, disk_cap, ram_bandwidth, disk_bandwidth, ram_share(model, ram_codec))
     fleet = command.Fleet(
         capacities=capacity or [10_000],
         policies=command.check_policies(eviction or ["lru"], bound=index_only),

@@ -7,12 +7,13 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from pagetrie.cli.charts import Chart, console, plot, table
 from pagetrie.errors import ConfigError
+from pagetrie.kv.tiers.codec import CodecName, share_of_fp16
 from pagetrie.plan.devices import DEVICES, Device
 from pagetrie.plan.estimate import WEIGHT_BITS, Efficiency, Load, Planner
 from pagetrie.plan.measure import StepRecorder, Timings, measure
@@ -140,6 +141,21 @@ def token_bytes(model: str) -> int:
     """Bytes of one token's keys and values in fp16, over all layers. Raises ConfigError."""
     shape, _ = find_shape(model)
     return shape.values_per_token() * 2
+
+
+def ram_share(model: str, codec: str) -> float:
+    """Bytes of a page in memory with a codec, as a share of those in fp16.
+
+    Raises:
+        ConfigError: no such codec or model, or one whose pages aren't keys and values by head.
+    """
+    shape, _ = find_shape(model)
+    for name in get_args(CodecName):
+        if name == codec:
+            if shape.latent and name != "none":
+                raise ConfigError(f"the codec {codec} is for keys and values by head; {model} keeps a latent vector")
+            return share_of_fp16(name, shape.head_dim)
+    raise ConfigError(f"no codec {codec!r} for memory; there are {', '.join(get_args(CodecName))}")
 
 
 def plan(question: Question, *, as_json: bool, file: Path | None) -> None:

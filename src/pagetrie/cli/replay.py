@@ -83,9 +83,18 @@ def check_routing(name: str) -> Routing:
 
 
 def read_tiers(
-    ram: str | None, disk: str | None, ram_bandwidth: str, disk_bandwidth: str
+    ram: str | None, disk: str | None, ram_bandwidth: str, disk_bandwidth: str, ram_share: float = 1.0
 ) -> tuple[SimTierOptions, ...]:
-    """Tiers from sizes and bytes per second, such as "64GiB" and "20GB". Raises ConfigError."""
+    """Tiers from sizes and bytes per second, such as "64GiB" and "20GB".
+
+    Args:
+        ram, disk: capacities; None for none.
+        ram_bandwidth, disk_bandwidth: of pages as the pool has them.
+        ram_share: of the bytes of a page in the pool, what one takes in memory.
+
+    Raises:
+        ConfigError: not a size, or nothing.
+    """
 
     def size(flag: str, text: str) -> int:
         try:
@@ -99,7 +108,7 @@ def read_tiers(
     tiers = []
     if ram is not None:
         speed = Speed(RamTier.traits.speed.latency, size("--ram-bandwidth", ram_bandwidth))
-        tiers.append(SimTierOptions(RamTier.name, size("--ram-cache", ram), speed))
+        tiers.append(SimTierOptions(RamTier.name, size("--ram-cache", ram), speed, ram_share))
     if disk is not None:
         speed = Speed(DiskTier.traits.speed.latency, size("--disk-bandwidth", disk_bandwidth))
         tiers.append(SimTierOptions(DiskTier.name, size("--disk-cap", disk), speed))
@@ -114,10 +123,7 @@ def replay_hits(trace: Trace, fleet: Fleet, *, as_json: bool, file: Path | None)
     """
     pages = trace.pages
     page_bytes = trace.page_tokens * fleet.token_bytes
-    tiers = {tier.name: tier.capacity // page_bytes for tier in fleet.tiers}
-    for tier in fleet.tiers:
-        if not tiers[tier.name]:
-            raise ConfigError(f"{tier.name}: {tier.capacity} bytes hold no page: one takes {page_bytes} bytes")
+    tiers = {tier.name: tier.pages(page_bytes) for tier in fleet.tiers}
     rows: list[dict[str, Any]] = []
     for name in fleet.policies:
         for capacity in fleet.capacities:

@@ -7,6 +7,7 @@ real disk tier gives up whole segments and writes used pages anew, which comes c
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,24 @@ class SimTierOptions:
         name: ``ram``, which takes what the pool evicts, or ``disk``, to which all full pages are written.
         capacity: bytes.
         speed: latency in seconds and bytes per second, in both directions.
+        share: of the bytes of a page in the pool, what one takes here.
     """
 
     name: str
     capacity: int
     speed: Speed
+    share: float = 1.0
+
+    def pages(self, page_bytes: int) -> int:
+        """How many pages of so many bytes in the pool it holds.
+
+        Raises:
+            ConfigError: none.
+        """
+        taken = math.ceil(page_bytes * self.share)
+        if self.capacity < taken:
+            raise ConfigError(f"{self.name}: {self.capacity} bytes hold no page: one takes {taken} bytes")
+        return self.capacity // taken
 
 
 class _Weightless(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -78,11 +92,7 @@ class SimTier:
     """
 
     def __init__(self, options: SimTierOptions, pages: SimPages, threads: VirtualThreads) -> None:
-        self._slots = options.capacity // pages.bytes_per_page
-        if self._slots < 1:
-            raise ConfigError(
-                f"{options.name}: {options.capacity} bytes hold no page: one takes {pages.bytes_per_page} bytes"
-            )
+        self._slots = options.pages(pages.bytes_per_page)
         self.name = options.name
         self.traits = TierTraits(victim=options.name == "ram", speed=options.speed)
         self.stats = TierStats(capacity_bytes=options.capacity)

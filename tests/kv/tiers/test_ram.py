@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from pagetrie.errors import ConfigError
 from pagetrie.kv.tiers.interface import PageRef
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
-from tests.kv.tiers.pages import PAGE_BYTES, chain, content, read
+from tests.kv.tiers.pages import PAGE_BYTES, Halves, chain, content, read
 
 REFS = chain(8)
 operations = st.lists(st.tuples(st.sampled_from(["put", "get", "contains", "clear"]), st.integers(0, 7)), max_size=60)
 
 
-@given(operations=operations, slots=st.integers(1, 5))
-def test_it_holds_the_most_recently_used(operations: list[tuple[str, int]], slots: int) -> None:
-    tier = RamTier(slots * (PAGE_BYTES + ENTRY_BYTES) + 7, PAGE_BYTES)
+@given(operations=operations, slots=st.integers(1, 5), codec=st.sampled_from([None, Halves()]))
+def test_it_holds_the_most_recently_used(operations: list[tuple[str, int]], slots: int, codec: Halves | None) -> None:
+    size, mask = (PAGE_BYTES, 0xFF) if codec is None else (codec.encoded_bytes, 0xF0)
+    tier = RamTier(slots * (size + ENTRY_BYTES) + 7, PAGE_BYTES, codec=codec)
     model: list[PageRef] = []
     for name, number in operations:
         ref = REFS[number]
@@ -32,13 +33,31 @@ def test_it_holds_the_most_recently_used(operations: list[tuple[str, int]], slot
             model = [*(other for other in model if other != ref), ref][-slots:]
         elif name in ("get", "contains"):
             there = ref in model
-            assert (read(tier, [ref]) == [ref] if name == "get" else tier.contains([ref.key]) == 1) == there
+            assert (read(tier, [ref], mask) == [ref] if name == "get" else tier.contains([ref.key]) == 1) == there
             if there:
                 model.remove(ref)
                 model.append(ref)
         assert [other for other in REFS if tier.holds(other.key)] == [other for other in REFS if other in model]
         assert tier.stats.pages == len(model)
-        assert tier.stats.used_bytes <= tier.stats.capacity_bytes
+        assert tier.stats.used_bytes == len(model) * (size + ENTRY_BYTES) <= tier.stats.capacity_bytes
+        assert tier.stats.hit_bytes == tier.stats.hit_pages * size
+
+
+def test_a_page_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
+    tier = RamTier(2 * (Halves.encoded_bytes + ENTRY_BYTES), PAGE_BYTES, codec=Halves())
+    one, two, bad = chain(3)
+    broken = content(bad)
+    broken[0] = 255
+    for _ in range(5):
+        assert tier.put([(bad, broken)]) == 0 and not tier.holds(bad.key)
+    assert tier.put([(one, content(one)), (bad, broken), (two, content(two))]) == 2
+    assert read(tier, [one, two], 0xF0) == [one, two]
+    assert (tier.stats.refused_pages, tier.stats.stored_pages, tier.stats.evicted_pages) == (6, 2, 0)
+
+
+def test_a_codec_for_other_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="pages have 999 bytes, the codec is for 1000"):
+        RamTier(10**6, 999, codec=Halves())
 
 
 def test_a_slot_that_is_read_is_not_reused() -> None:

@@ -53,11 +53,11 @@ class TierStats:
     Attributes:
         capacity_bytes: most bytes it may take, overhead included; 0 where it is not ours to bound.
         used_bytes, pages: what it holds now (0 where it can't be known cheaply).
-        hit_pages, hit_bytes: pages handed out, verified.
+        hit_pages, hit_bytes: pages handed out, verified, and the bytes that they take here.
         failed_pages: pages that it seemed to have and didn't deliver: gone, short, corrupt, too late, an error.
-        stored_pages, stored_bytes: pages taken in.
+        stored_pages, stored_bytes: pages taken in, likewise.
         evicted_pages: pages given up to stay within the capacity.
-        refused_pages: pages not taken: no room, full disk, read-only.
+        refused_pages: pages not taken: no room, full disk, read-only, not to be encoded.
         dropped_pages: pages that didn't get into the queue to it; queued_bytes: what waits there now.
         get_seconds, put_seconds: time spent on the above.
         healthy: it takes and gives; False while it is read-only, full or unreachable.

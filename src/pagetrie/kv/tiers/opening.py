@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from pagetrie.errors import ConfigError
 from pagetrie.kv.keys import SECRET_BYTES, ChainKeys
+from pagetrie.kv.tiers.codec import PageCodec
 from pagetrie.kv.tiers.disk import DiskTier, segment_paths
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import PageBytes, Tier
@@ -31,6 +32,7 @@ class TierOptions:
 
     Attributes:
         ram_bytes: capacity of the memory tier; 0 for none.
+        ram_codec: how it keeps pages; None for as they are.
         disk: folder of the disk tier; None for none.
         disk_bytes: its capacity.
         store: URL of the shared store; None for none. Needs the secret.
@@ -39,6 +41,7 @@ class TierOptions:
     """
 
     ram_bytes: int = 0
+    ram_codec: PageCodec | None = None
     disk: Path | None = None
     disk_bytes: int = 0
     store: str | None = None
@@ -91,7 +94,7 @@ def open_tiers(
         return SealedTier(tier, keyring) if keyring is not None else tier
 
     if options.ram_bytes:
-        tiers.append(RamTier(options.ram_bytes, memory.bytes_per_page, clock))
+        tiers.append(RamTier(options.ram_bytes, memory.bytes_per_page, clock, options.ram_codec))
     if options.disk is not None:
         if options.disk_bytes < 2 * memory.bytes_per_page:
             raise ConfigError(
