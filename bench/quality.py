@@ -1,30 +1,36 @@
 """What quantised weights change: `python -m bench.quality [--windows 16] [--tokens 256]`.
 
 Mean KL divergence from the fp32 model's next-token distribution and agreement on its likeliest token, over windows of
-text that lie evenly in the Python reference as `pydoc_data.topics` holds it (it comes with Python, so everyone has it):
-technical English, some code. Every weight type sees the same tokens; keys and values are fp32 throughout, so that
-only the weights, and the activations that are quantised along with them, differ.
+text that lie evenly in the Python reference (`quality_text`). Every weight type sees the same tokens; keys and values
+are fp32 throughout, so that only the weights, and the activations that are quantised along with them, differ.
 
 The gate for a weight type to be a default: mean KL at most 0.006, agreement at least 95 %.
+
+`python -m bench.quality --ram-codec int8 k8v4` measures what codecs of pages in memory change (`quality_pages`),
+with the weights of `--weights`; `--tokens` then follow a prefix of `--prefix`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pydoc_data.topics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bench.quality_pages import compare_codecs, noise
+from bench.quality_text import text_windows
 from pagetrie import _native
 from pagetrie.bundled import bundled_model_path
+from pagetrie.kv.tiers.codec import CodecName
 from pagetrie.models.checkpoint import Checkpoint
 from pagetrie.models.decoder import Decoder
-from pagetrie.models.linear import FloatWeights, QuantizedWeights
+from pagetrie.models.linear import FloatWeights, QuantizedWeights, WeightDtype
 from pagetrie.models.loading import load_checkpoint
 from pagetrie.models.quantized import QuantizedDecoder
 
@@ -33,20 +39,6 @@ MIN_AGREEMENT = 0.95
 
 Model = Callable[[Sequence[int]], torch.Tensor]
 """Token ids of a window -> log-probabilities [tokens, vocab_size]."""
-
-
-def text_windows(checkpoint: Checkpoint, windows: int, tokens: int) -> list[list[int]]:
-    """Token ids of windows, evenly spread over the text.
-
-    Raises:
-        ValueError: the text is too short for so many.
-    """
-    text = "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    ids = checkpoint.tokenizer().encode(text)
-    if windows * tokens > len(ids):
-        raise ValueError(f"{windows} windows of {tokens} tokens don't fit in the text's {len(ids)}")
-    starts = [i * (len(ids) - tokens) // max(1, windows - 1) for i in range(windows)]
-    return [list(ids[start : start + tokens]) for start in starts]
 
 
 def float_model(checkpoint: Checkpoint, weights: FloatWeights) -> Model:
@@ -104,14 +96,8 @@ def compare(reference: Sequence[torch.Tensor], windows: Sequence[Sequence[int]],
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=None, help="a GGUF file or folder; default: the bundled model")
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path, default=None, help="also write the results there")
-    options = parser.parse_args()
-    checkpoint = load_checkpoint(options.model or bundled_model_path())
+def print_weights(checkpoint: Checkpoint, options: argparse.Namespace) -> dict[str, Any]:
+    """Print a row per type of weights; returns all figures."""
     results = {}
     with torch.inference_mode():
         windows = text_windows(checkpoint, options.windows, options.tokens)
@@ -131,6 +117,41 @@ def main() -> None:
                 f"{'yes' if good else 'no'} |",
                 flush=True,
             )
+    return results
+
+
+def print_codecs(checkpoint: Checkpoint, options: argparse.Namespace) -> dict[str, Any]:
+    """Print a row per codec, and one for what is noise; returns all figures."""
+    sizes = {"windows": options.windows, "prefix": options.prefix, "rest": options.tokens, "weights": options.weights}
+    print(f"weights {options.weights}: {options.windows} windows, {options.prefix} tokens and {options.tokens} scored")
+    print("| pages | bytes | mean KL | p99 KL | top-1 agreement | perplexity | within the gate |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    found = {f"{name} in memory": each for name, each in compare_codecs(checkpoint, options.ram_codec, **sizes).items()}
+    gates = [
+        ("yes" if each.within_gate(name) else "no")
+        for name, each in zip(options.ram_codec, found.values(), strict=True)
+    ]
+    found["fp16 in place of fp32"] = noise(checkpoint, **sizes)
+    for (name, each), gate in zip(found.items(), [*gates, ""], strict=True):
+        print(
+            f"| {name} | {each.page_bytes:,} | {each.mean_kl:.2g} | {each.p99_kl:.2g} | {each.agreement:.2%} | "
+            f"{each.perplexity:+.2%} | {gate} |"
+        )
+    return {name: asdict(each) for name, each in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=None, help="a GGUF file or folder; default: the bundled model")
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--ram-codec", nargs="+", choices=get_args(CodecName), help="codecs to compare, not weights")
+    parser.add_argument("--weights", choices=get_args(WeightDtype), default="fp16", help="with --ram-codec")
+    parser.add_argument("--prefix", type=int, default=512, help="with --ram-codec: tokens that go through memory")
+    parser.add_argument("--json", type=Path, default=None, help="also write the results there")
+    options = parser.parse_args()
+    checkpoint = load_checkpoint(options.model or bundled_model_path())
+    results = (print_codecs if options.ram_codec else print_weights)(checkpoint, options)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

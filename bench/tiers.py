@@ -389,11 +389,18 @@ def _show_lmcache(options: argparse.Namespace, folder: Path) -> None:
     show(folder, int(options.bytes))
 
 
+def _show_codec(_options: argparse.Namespace, _folder: Path) -> None:
+    from bench.tiers_codec import show
+
+    show()
+
+
 PARTS = {
     "ttft": _show_ttft,
     "llama": _show_llama,
     "disk": _show_disk,
     "neighbour": _show_neighbour,
+    "codec": _show_codec,
     "lmcache": _show_lmcache,
 }
 
