@@ -179,19 +179,24 @@ def test_values_that_a_store_gave_up_are_stored_again(valkey: Valkey) -> None:
     tier.close()
 
 
-def test_a_full_store_is_still_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No room is no outage: one line, no more values sent for a while, and what is there is found."""
+@pytest.mark.parametrize("why", ["full", "a replica"])
+def test_a_store_that_takes_nothing_is_still_read(tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """D3: no room is no outage: one line, no more values sent for a while, and what is there is found."""
     server, clock = Valkey(tmp_path), Clock()
     tier, refs = tier_on(open_backend(server.url), clock=clock), chain(4)
     try:
         assert tier.put([(ref, content(ref)) for ref in refs[:2]]) == 2
-        server.client.config_set("maxmemory", 1)
+        if why == "full":
+            server.client.config_set("maxmemory", 1)
+        else:
+            server.client.replicaof("127.0.0.1", 1)  # of nobody who is there
         for _ in range(3):
             assert tier.put([(ref, content(ref)) for ref in refs[2:]]) == 0
-        assert read(tier, refs) == refs[:2]
-        assert not tier.stats.healthy and "full" in tier.stats.problem
+        assert read(tier, refs[:2]) == refs[:2] and tier.contains([ref.key for ref in refs]) == 2
+        assert not tier.stats.healthy and "takes no pages" in tier.stats.problem
         assert tier.stats.refused_pages == 6 and len(caplog.records) == 1
         server.client.config_set("maxmemory", 0)
+        server.client.replicaof("no", "one")
         clock.now += RETRY_SECONDS
         assert tier.put([(ref, content(ref)) for ref in refs]) == 4 and read(tier, refs) == refs
         assert tier.stats.healthy

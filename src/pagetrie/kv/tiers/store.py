@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class StoreFullError(Exception):
-    """The store works, and takes nothing more for now."""
+    """The store works, and takes nothing more for now: it has no room, or may not be written to."""
 
 
 class Backend(Protocol):
@@ -94,7 +94,7 @@ class StoreTier:
     @property
     def stats(self) -> TierStats:
         stats, full = self._stats, self._clock() < self._full_until
-        stats.problem = self._failure or ("it is full: pages are read, none are stored" if full else "")
+        stats.problem = self._failure or ("it takes no pages: those that it has are read" if full else "")
         stats.healthy = not stats.problem
         return stats
 

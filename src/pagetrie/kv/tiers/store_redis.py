@@ -54,7 +54,7 @@ class RedisBackend:
                 pipeline.set(_PREFIX + name, value)
             try:
                 pipeline.execute()
-            except redis.OutOfMemoryError as error:
+            except redis.ResponseError as error:  # it is there: without memory, a replica, unable to save, ...
                 raise StoreFullError(str(error)) from error
 
     def close(self) -> None:
