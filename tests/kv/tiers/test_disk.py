@@ -340,7 +340,7 @@ def test_a_read_only_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_secret_is_kept_and_kept_secret(tmp_path: Path) -> None:
-    """D2, D4, H2: the same after a restart, another one elsewhere; pages of another secret and leftovers are dropped."""
+    """D2, D4, H2: the same after a restart, another elsewhere; pages of another secret and leftovers are dropped."""
     first = CacheFolder(tmp_path / "a")
     assert (tmp_path / "a" / "secret").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
