@@ -145,6 +145,7 @@ def measure_ttft(threads: int, folder: Path, store: str | None) -> Iterator[tupl
     """(source, median seconds, cached tokens) for a prompt of ``TOKENS`` tokens and one more."""
     prompt = prompt_of(random.Random(1), TOKENS + 1)
     kinds: dict[str, dict[str, Any]] = {"ram": {"ram_cache": GIB}, "disk": {"disk_cache": folder / "ttft"}}
+    kinds |= {codec: {"ram_cache": GIB, "ram_codec": codec} for codec in ("int8", "k8v4")}
     if store is not None:
         kinds["store"] = {"store": store, "store_secret": "only for this benchmark"}
     for kind, options in kinds.items():
@@ -165,10 +166,8 @@ def measure_ttft(threads: int, folder: Path, store: str | None) -> Iterator[tupl
                 before = bench.transfers.stats.loaded_pages
                 times.append(bench.ttft(prompt))
                 assert bench.transfers.stats.loaded_pages - before == TOKENS // 16, "it was not loaded"
-            name = {"ram": "memory", "store": "Valkey, loopback"}.get(
-                kind, "disk, in the page cache" if warm else "disk"
-            )
-            yield name, statistics.median(times), TOKENS
+            names = {"ram": "memory", "store": "Valkey, loopback", "int8": "memory, int8", "k8v4": "memory, k8v4"}
+            yield names.get(kind, "disk, in the page cache" if warm else "disk"), statistics.median(times), TOKENS
         bench.close()
 
 

@@ -50,6 +50,7 @@ def serve(settings: Settings) -> None:
             "enable_prefix_caching": str(settings.prefix_index != "none" and settings.kv_layout == "paged"),
             "prefix_index": settings.prefix_index,
             "kv_layout": settings.kv_layout,
+            "ram_codec": settings.ram_codec,
         }
         made.append(Metrics(name, max_model_len, labels))
         if (tracer := _tracer(settings, name)) is not None:
