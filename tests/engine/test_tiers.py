@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagetrie.engine.scheduler import Schedule
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.pool import FREE
 from pagetrie.kv.tiers.disk import DiskTier
@@ -19,6 +20,7 @@ from pagetrie.kv.transfers import Transfers
 from tests.engine.tiers import FAULTS, TieredWorld, ToldTier
 from tests.engine.toy import ToyMemory, World, expected
 
+LONG = [2, *[7] * 192]  # 48 pages and a token
 PROMPT = list(range(10, 51))  # 41 tokens: ten pages, and one token that is always computed
 
 
@@ -253,7 +255,7 @@ def test_who_would_queue_for_longer_than_to_compute_computes() -> None:
         world.add(f"first {len(prompt)}", prompt, max_tokens=1)
     world.finish()
     world.forget_pool()
-    world.transfers.note_prefill(100, 0, 1)
+    world.transfers.note_prefill(100, 0, 2)
     world.add("long", long, max_tokens=1)
     world.step()
     world.add("short", short, max_tokens=1)
@@ -263,6 +265,137 @@ def test_who_would_queue_for_longer_than_to_compute_computes() -> None:
     world.finish()
     right(world, "long", long, 1)
     assert [len(read) for read in tier.reads] == [48]
+
+
+class Meeting:
+    """A prompt of 48 pages in a tier that takes a second for them, on a machine that takes as long to compute them.
+
+    A step computes 16 tokens, the tier delivers a page at a time, and both take their time on the world's clock.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.tier = ToldTier(bandwidth=48 * ToyMemory(1, 4).bytes_per_page)
+        self.world = world = TieredWorld(self.tier, num_pages=200, seats=8, **options)
+        world.add("first", LONG, max_tokens=1)
+        world.finish()
+        world.forget_pool()
+        world.transfers.note_prefill(192, 0, 1)
+        world.runner.computed_tokens = 0
+        execute = world.runner.execute
+
+        def slow(plan):  # type: ignore[no-untyped-def]
+            world.clock.now += sum(len(s.token_ids) for s in plan.sequences) / 192
+            return execute(plan)
+
+        world.runner.execute = slow  # type: ignore[method-assign]
+
+    def deliver(self) -> None:
+        """The tier's thread gets on as far as the clock says."""
+        for flight in self.world.transfers._flights:
+            load = flight.load
+            due = int((self.world.clock.now - flight.started) * 48)
+            pages = self.tier.pages
+            load.began = flight.started
+            while load.ready < min(due, len(load.refs)):
+                self.world.memory.write_page(load.pages[load.ready], pages[load.refs[load.ready].key])
+                load.ready += 1
+            load.finished = load.ready == len(load.refs)
+
+    def run(self, *names: str) -> float:
+        """Until these have ended. Returns the seconds that it took."""
+        world, began = self.world, self.world.clock.now
+        for _ in range(200):
+            if all(name in world.seen and world.seen[name].reasons for name in names):
+                return world.clock.now - began
+            self.deliver()
+            pause = world.engine.pause()
+            world.clock.now += min(pause, 1 / 48) if pause else 0.0
+            if not pause:
+                world.step()
+        raise AssertionError("it doesn't end")
+
+
+@pytest.mark.parametrize("index", ["radix", "hash"])
+def test_first_pages_are_computed_while_the_last_are_loaded(index: str) -> None:
+    """A tier as slow as computing: both together take half the time, and usage says what came from where."""
+    meeting = Meeting(index=index)
+    world = meeting.world
+    world.add("again", LONG, max_tokens=1)
+    assert meeting.run("again") == pytest.approx(0.5, abs=0.1)
+    right(world, "again", LONG, 1)
+    last = world.seen["again"].last
+    assert last is not None and last.cached_by_tier == {"disk": last.cached_tokens}
+    assert 80 <= last.cached_tokens <= 112
+    assert last.cached_tokens + world.runner.computed_tokens == 193
+    assert world.transfers.stats.meeting_loads == 1
+    assert world.transfers.stats.late_loads == 0 and world.cache.stats().loading_pages == 0
+    world.check()
+
+
+def test_who_asks_for_the_same_meanwhile_joins() -> None:
+    """D8: others with the prompt start no load of their own, and compute none of it."""
+    meeting = Meeting()
+    world = meeting.world
+    for name in ("one", "two", "three"):
+        world.add(name, LONG, max_tokens=1)
+    meeting.run("one", "two", "three")
+    for name in ("one", "two", "three"):
+        right(world, name, LONG, 1)
+    assert world.transfers.stats.loads == 1 and world.runner.computed_tokens <= 112 + 3
+    world.check()
+
+
+@pytest.mark.parametrize("stops", [0, 10])
+def test_what_never_comes_to_a_meeting_is_computed(stops: int) -> None:
+    """D7: the load hangs, from the beginning or half-way: no page is awaited for long, none is lost."""
+    meeting = Meeting()
+    world = meeting.world
+    deliver = meeting.deliver
+
+    def hang() -> None:
+        if all(flight.load.ready < stops for flight in world.transfers._flights):
+            deliver()
+
+    meeting.deliver = hang  # type: ignore[method-assign]
+    world.add("again", LONG, max_tokens=1)
+    assert meeting.run("again") < 2.0
+    right(world, "again", LONG, 1)
+    assert world.transfers.stats.late_loads == 1
+    assert world.cache.stats().loading_pages == 0
+    world.check()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "reset", "preempted"])
+def test_who_leaves_a_meeting_leaves_nothing_behind(how: str) -> None:
+    """The one that computes goes away: the load ends, all pages come back, and the next one gets the right text."""
+    meeting = Meeting()
+    world = meeting.world
+    world.add("again", LONG, max_tokens=1)
+    for _ in range(3):
+        world.step()
+        meeting.deliver()
+    assert world.cache.stats().loading_pages > 0
+    if how == "cancelled":
+        world.engine.abort("again")
+    elif how == "reset":
+        world.engine.reset_prefix_cache()
+    else:
+        (sequence,) = world.engine._scheduler.running
+        world.engine._scheduler._preempt(sequence, Schedule())
+    world.check()
+    if how != "cancelled":
+        meeting.run("again")
+        right(world, "again", LONG, 1)
+    for _ in range(100):
+        world.clock.now += world.engine.pause() or 0.0
+        world.step()
+        if not world.cache.stats().loading_pages:
+            break
+    assert world.cache.stats().loading_pages == 0 and world.cache.stats().active_pages == 0
+    world.check()
+    world.add("later", LONG, max_tokens=1)
+    meeting.run("later")
+    right(world, "later", LONG, 1)
 
 
 @pytest.mark.parametrize("busy", [False, True])

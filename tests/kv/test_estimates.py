@@ -9,7 +9,6 @@ import pytest
 from pagetrie.kv.estimates import PrefillSpeed, TierSpeed
 from pagetrie.kv.tiers.interface import Speed
 from pagetrie.kv.tiers.load import Sample
-from pagetrie.kv.tiers.workers import REST, Pace
 from pagetrie.models.loading import load_checkpoint
 
 PER_TOKEN, PER_ATTENDED = 1e-3, 4e-7
@@ -35,17 +34,14 @@ def test_the_models_attention_weighs_as_much_as_all_else_after_some_thousand_tok
 
 
 def test_a_tier_is_measured_without_rests_and_expected_with_them() -> None:
-    pace = Pace()
     speed = TierSpeed(Speed(0.0, 1e9, 1e-9))
     speed.take_sample(Sample("disk", 1000, seconds=2.0, computed=0.5), now=0.0)
-    assert speed.seconds(1000, 1.0, pace) == pytest.approx(2.0)
-    pace.slow = True
-    assert speed.seconds(1000, 1.0, pace) == pytest.approx(2.0 + 0.5 * REST)
+    assert speed.seconds(1000, 1.0, rest=0) == pytest.approx(2.0)
+    assert speed.seconds(1000, 1.0, rest=10) == pytest.approx(2.0 + 0.5 * 10)
 
 
 def test_a_measured_speed_is_forgotten_after_a_while() -> None:
-    pace = Pace()
     speed = TierSpeed(Speed(1.0, 100.0))
     speed.take(100, 9.0, now=0.0)
-    assert speed.seconds(100, 1.0, pace) == pytest.approx(10.0)
-    assert speed.seconds(100, 100.0, pace) == pytest.approx(2.0)
+    assert speed.seconds(100, 1.0, rest=0) == pytest.approx(10.0)
+    assert speed.seconds(100, 100.0, rest=0) == pytest.approx(2.0)

@@ -60,9 +60,18 @@ def test_ram_is_asked_before_disk() -> None:
 
 
 def test_a_load_that_takes_longer_than_computing_is_left() -> None:
-    outcome = serve(tier("disk", 100, Speed(1e-3, 5e3)))
+    outcome = serve(tier("disk", 100, Speed(1e-3, 5e2)))
     assert outcome.hit_rate == 0
     assert outcome.served[-1].first == pytest.approx(outcome.served[0].first)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_a_slow_tier_gives_the_last_pages_while_the_first_are_computed(rate: float) -> None:
+    """A tier that is so many times as fast as computing: both together take 1 / (1 + rate) of the time."""
+    outcome = serve(tier("disk", 100, Speed(1e-3, rate * PAGE_BYTES / (PAGE * COST.per_token))))
+    for served in outcome.served[4:]:
+        assert served.first == pytest.approx(3.2 / (1 + rate), abs=0.35)
+        assert served.cached_tokens == pytest.approx(320 * rate / (1 + rate), abs=2 * PAGE)
 
 
 def test_a_tier_that_is_too_small_forgets() -> None:
@@ -76,9 +85,9 @@ def test_others_go_on_while_one_waits_for_a_load() -> None:
     begin = trace.requests[-1].time + 60.0
     trace.requests.append(TraceRequest(begin, 320, 1, list(range(20))))
     trace.requests.append(TraceRequest(begin + 0.001, 16, 1, [999]))
-    outcome = serve(tier("disk", 200, Speed(1e-3, 2e4)), trace=trace)
+    outcome = serve(tier("disk", 200, Speed(1e-3, 4e4)), trace=trace)
     loaded, short = outcome.served[-2:]
-    assert loaded.cached_tokens > 300 and loaded.first > 1.5
+    assert loaded.cached_tokens > 300 and loaded.first > 0.75
     assert short.first < 0.3
 
 

@@ -59,7 +59,10 @@ class Fairness:
         assert plan.tokens == tokens <= self._budget, "over the token budget"
         # With deadlines, the last to wait may have gone; pages may be on their way.
         waits = bool(len(scheduler.waiting)) and not self._is_loading()
-        assert plan.tokens or plan.outgrown or not (scheduler.running or waits), "a step without progress"
+        # Who has computed up to pages that are being loaded waits for them in its seat.
+        meeting = [s for s in scheduler.running if s.lease and s.lease.awaits and self._is_loading(s.lease.awaits)]
+        stands = len(meeting) < len(scheduler.running) or waits
+        assert plan.tokens or plan.outgrown or not stands, "a step without progress"
         # Beams may need more than the whole pool.
         assert all(s.beams is not None for s in plan.outgrown), "a sequence within the limits outgrew the pool"
         for sequence in self._decoding:
@@ -67,7 +70,7 @@ class Fairness:
                 "a decoding sequence was left out of a step"
             )
         for sequence in scheduler.running:
-            left_out = sequence not in shares and sequence not in plan.outgrown
+            left_out = sequence not in shares and sequence not in (*plan.outgrown, *meeting)
             assert not left_out or sequence.rows > self._budget - plan.tokens, "a prompt was left out of a step"
         waiting = [sequence for sequence in scheduler.waiting if sequence not in plan.preempted]
         for sequence in scheduler.waiting:

@@ -68,6 +68,7 @@ class TierSpec:
         ram_pages, store_pages: how many pages memory and store take; 0 for no such tier.
         disk_bytes: what the disk tier may take; 0 for none.
         queue_pages: pages that may wait to be written, per tier.
+        meets: prompts' first pages are computed while the last ones are loaded.
     """
 
     ram_pages: int
@@ -78,6 +79,7 @@ class TierSpec:
     fault_rate: float
     stall_rate: float
     evict_rate: float
+    meets: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def _draw_tiers(world: WorldSpec) -> TierSpec | None:
         fault_rate=rng.choice((0, 0.1, 0.4)),
         stall_rate=rng.choice((0, 0, 0.01, 0.1)),
         evict_rate=rng.choice((0, 0.1, 0.5)),
+        meets=rng.random() < 0.5,
     )
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from pagetrie.kv import CacheManager
+from pagetrie.kv.estimates import TierSpeed
 from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.tiers.disk import DiskTier, segment_paths
 from pagetrie.kv.tiers.folder import CacheFolder
-from pagetrie.kv.tiers.interface import Bytes, Tier
+from pagetrie.kv.tiers.interface import Bytes, Speed, Tier
 from pagetrie.kv.tiers.load import Load
 from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.sealed import SEALED_BYTES, Keyring, SealedTier
@@ -56,6 +57,18 @@ class SimBytes:
             self._turns.fault = AssertionError("a tier hands out what it was never given")
         count, *content = data.view(np.uint64).tolist()
         self._memory._pages[page] = content[:count]
+
+
+class SlowSpeed(TierSpeed):
+    """Whatever a tier does, reading a page is thought to take as long as computing it: prompts meet their loads."""
+
+    def __init__(self, transfers: Transfers, bytes_per_page: int, page_size: int) -> None:
+        super().__init__(Speed(0.0, 1.0))
+        self._transfers = transfers
+        self._tokens = page_size / bytes_per_page
+
+    def seconds(self, size: int, now: float, rest: float) -> float:
+        return self._transfers._prefill.seconds(0, round(size * self._tokens))
 
 
 class SimTiers:
@@ -99,6 +112,10 @@ class SimTiers:
         )
         self.transfers = Transfers(stack, ChainKeys(SECRET), keyring)
         self.transfers.note_prefill(1, 0, 0.05)  # so slow at first that most loads are worth it
+        if spec.meets:
+            speed = SlowSpeed(self.transfers, pages.bytes_per_page, memory.page_size)
+            self.transfers.meeting_pages = 2
+            self.transfers._speeds = dict.fromkeys(self.transfers._speeds, speed)
         self._loads: list[Load] = []
         start = stack.start
 
@@ -150,6 +167,12 @@ class SimTiers:
         """
         self.turns.finish()
         self.transfers.settle()
+        while any(flight.path for flight in self.transfers._flights):
+            # Whoever was to compute up to a load has gone: it is kept for a while.
+            until = self.transfers.next_deadline()
+            assert until is not None
+            self._clock.advance(max(0.0, until - self._clock.now))
+            self.transfers.settle()
         cache.check()
         assert self.transfers.loading_pages == 0, "a load still holds pages"
         assert self.transfers.next_deadline() is None, "a load or a question has no end"

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from pagetrie.assembly import Parts, build, engine_config
 from pagetrie.engine.engine import Engine
-from pagetrie.engine.observer import AdmissionReport, EngineObserver, StepReport, TokenReport
+from pagetrie.engine.observer import AdmissionReport, EngineObserver, RejoinReport, StepReport, TokenReport
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import SequenceResult, StepPlan, TokenLogprob
@@ -68,6 +68,9 @@ class Measured(EngineObserver):
 
     def on_admission(self, report: AdmissionReport) -> None:
         self.prompt_tokens += report.prompt_tokens
+        self.cached_tokens += report.cached_tokens
+
+    def on_rejoin(self, report: RejoinReport) -> None:
         self.cached_tokens += report.cached_tokens
 
     def on_token(self, report: TokenReport) -> None:

@@ -27,6 +27,7 @@ class GroupLease:
         self.ttl = leases[0].ttl
         self.kind = leases[0].kind
         self.awaits: PendingPage | None = None
+        self.rejoin = 0
 
     @property
     def computed(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from pagetrie.engine.sequence import Sequence
+from pagetrie.engine.sequence import RequestState, Sequence
 from pagetrie.engine.tenant import Owner, Tenant
 from pagetrie.errors import InvalidRequestError
 from pagetrie.kv import Diagnosis, KVCache
@@ -143,6 +143,13 @@ class CacheRecords:
         while len(self._records) > self._capacity:
             self._records.popitem(last=False)
         return record
+
+    def add_cached(self, state: RequestState) -> None:
+        """More of a request's prompt was found than at its first seat."""
+        record = self._records.get(state.request.request_id)
+        if record is not None:
+            changed = replace(record, cached_tokens=state.cached_tokens, cached_by_tier=state.cached_by_tier)
+            self._records[record.request_id] = changed
 
     def _diagnose(self, sequence: Sequence, running: Iterable[Sequence]) -> CacheRecord:
         state, lease = sequence.state, sequence.lease

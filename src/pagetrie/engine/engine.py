@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from heapq import heappop, heappush
@@ -26,6 +27,7 @@ from pagetrie.engine.observer import (
     EngineObserver,
     FinishReport,
     PrefillReport,
+    RejoinReport,
     SeatReport,
     StepReport,
     TokenReport,
@@ -107,7 +109,7 @@ class Engine:
             max_bypass=config.max_bypass,
         )
         self._transfers = cache.transfers
-        # The last step found nothing to compute, and nothing runs.
+        # The last step found nothing to compute.
         self._stalled = False
         self._states: dict[str, RequestState] = {}
         self.contexts = Contexts(
@@ -333,7 +335,7 @@ class Engine:
         plan = self._scheduler.schedule()
         if self._transfers is not None:
             self._transfers.note_step(bool(plan.shares))
-        self._stalled = not plan.shares and not self._scheduler.running
+        self._stalled = not plan.shares
         for sequence in plan.parked:
             if sequence.state.parked_at is None:
                 sequence.state.parked_at = started
@@ -341,6 +343,8 @@ class Engine:
             self._observer.on_seat(SeatReport(sequence.state.request.request_id, sequence.index, started, False))
         for sequence in plan.admitted:
             self._on_admitted(sequence, started)
+        for sequence, count in plan.rejoined.items():
+            self._on_rejoined(sequence, count, started)
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
         for sequence in plan.stranded:
@@ -434,6 +438,18 @@ class Engine:
                 tenant=request.tenant.name,
             )
         )
+
+    def _on_rejoined(self, sequence: Sequence, count: int, now: float) -> None:
+        state = sequence.state
+        # Of one that lost its seat it was told before what was cached.
+        if self._transfers is None or sequence.lease is None or sequence.preemptions or sequence.output_ids:
+            return
+        claimed = self._transfers.claim(sequence.lease.pages)
+        tiers = {name: pages * self._cache.page_size for name, pages in claimed.items()}
+        state.cached_tokens += count
+        state.cached_by_tier = dict(Counter(state.cached_by_tier) + Counter(tiers))
+        self.cache_records.add_cached(state)
+        self._observer.on_rejoin(RejoinReport(state.request.request_id, now, count, tiers))
 
     def _commit(self, sequence: Sequence, count: int, result: SequenceResult, outputs: dict[str, RequestOutput]) -> int:
         """Take in what a step gave for a sequence. Returns the number of tokens handed out."""

@@ -83,6 +83,16 @@ class SeatReport:
 
 
 @dataclass(slots=True)
+class RejoinReport:
+    """A request whose first tokens were computed found so many more of its prompt, loaded from tiers meanwhile."""
+
+    request_id: str
+    time: float
+    cached_tokens: int
+    cached_by_tier: Mapping[str, int]
+
+
+@dataclass(slots=True)
 class PrefillReport:
     """A step computed ``tokens`` of a prompt (or of what a preempted sequence has to compute again).
 
@@ -143,6 +153,9 @@ class EngineObserver:
     def on_seat(self, report: SeatReport) -> None:
         """A choice was preempted, or runs again."""
 
+    def on_rejoin(self, report: RejoinReport) -> None:
+        """A request found more of its prompt than at its admission."""
+
     def on_prefill(self, report: PrefillReport) -> None:
         """A part of a prompt has been computed."""
 
@@ -164,6 +177,7 @@ class Observers(EngineObserver):
         self._arrival = [o.on_arrival for o in listening("on_arrival")]
         self._admission = [o.on_admission for o in listening("on_admission")]
         self._seat = [o.on_seat for o in listening("on_seat")]
+        self._rejoin = [o.on_rejoin for o in listening("on_rejoin")]
         self._prefill = [o.on_prefill for o in listening("on_prefill")]
         self._token = [o.on_token for o in listening("on_token")]
         self._finish = [o.on_finish for o in listening("on_finish")]
@@ -182,6 +196,10 @@ class Observers(EngineObserver):
 
     def on_seat(self, report: SeatReport) -> None:
         for tell in self._seat:
+            tell(report)
+
+    def on_rejoin(self, report: RejoinReport) -> None:
+        for tell in self._rejoin:
             tell(report)
 
     def on_prefill(self, report: PrefillReport) -> None:

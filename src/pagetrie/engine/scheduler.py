@@ -66,6 +66,7 @@ class Schedule:
         tokens: sum of the shares.
         admitted: sequences that got a seat now.
         preempted: sequences that lost theirs.
+        rejoined: running sequences that found more of their prompts, loaded meanwhile; and how many tokens more.
         parked: sequences set aside until a page that they need has been computed or loaded.
         outgrown: sequences that fill the whole pool on their own and can't go on.
         stranded: a waiting sequence that finds no room though nothing runs.
@@ -76,6 +77,7 @@ class Schedule:
     tokens: int = 0
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    rejoined: dict[Sequence, int] = field(default_factory=dict)
     parked: list[Sequence] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
     stranded: list[Sequence] = field(default_factory=list)
@@ -172,6 +174,10 @@ class Scheduler:
             lease = sequence.lease
             if lease is None:  # preempted a moment ago
                 continue
+            if lease.rejoin and lease.computed >= lease.rejoin:
+                lease = self._rejoin(sequence, lease, plan)
+                if lease.awaits is not None:
+                    continue
             remaining = len(sequence.ids) - lease.computed
             if remaining == 1:
                 if not lease.extend(1) or self._make_room(sequence, lease, 1, plan):
@@ -218,7 +224,7 @@ class Scheduler:
             if lease is None:
                 continue
             budget = (self._step_limit - plan.tokens) // sequence.rows
-            count = min(len(sequence.ids) - lease.computed, budget)
+            count = min(_to_compute(sequence, lease), budget)
             if count > 0 and (not lease.extend(count) or self._make_room(sequence, lease, count, plan)):
                 plan.add(sequence, count)
         if admits and line.waiting.any_ready:
@@ -442,7 +448,9 @@ class Scheduler:
     def _start(self, sequence: Sequence, lease: CacheLease, line: Line, plan: Schedule) -> bool:
         """Give a sequence a seat on this lease, or close the lease."""
         needed = self._missing_pages(sequence, lease)
-        count = min(len(sequence.ids) - lease.computed, self._step_limit - plan.tokens)
+        if sequence.beams is not None:
+            lease.rejoin = 0  # their leases are forks
+        count = min(_to_compute(sequence, lease), self._step_limit - plan.tokens)
         if self.running and not self._clear_the_way(sequence, needed, plan):
             fits = False
         else:
@@ -495,6 +503,23 @@ class Scheduler:
         ]
         return own + self._rivals(sequence, more=True)
 
+    def _rejoin(self, sequence: Sequence, lease: CacheLease, plan: Schedule) -> CacheLease:
+        """A sequence has computed up to pages that come from a tier: take them over, as far as they are there.
+
+        Its new lease says what it still has to wait for.
+        """
+        if lease.awaits is not None and not lease.awaits.done:
+            return lease
+        before = lease.computed
+        # Closed first: it announces its next page, for which the new one would wait.
+        lease.close()
+        lease = sequence.lease = self._open(sequence)
+        if lease.computed > before:
+            plan.rejoined[sequence] = lease.computed - before
+        if lease.awaits is not None:
+            lease.rejoin = lease.computed  # look again
+        return lease
+
     def _open(self, sequence: Sequence) -> CacheLease:
         state = sequence.state
         # Such a prompt is computed anew.
@@ -518,6 +543,11 @@ class Scheduler:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
         missing = max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
         return missing * sequence.rows + sequence.fork_pages
+
+
+def _to_compute(sequence: Sequence, lease: CacheLease) -> int:
+    """Known tokens to compute in one go: up to where what follows is being loaded."""
+    return (lease.rejoin or len(sequence.ids)) - lease.computed
 
 
 def _tenant(sequence: Sequence) -> str:

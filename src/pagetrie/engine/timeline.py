@@ -11,6 +11,7 @@ from pagetrie.engine.observer import (
     AdmissionReport,
     EngineObserver,
     FinishReport,
+    RejoinReport,
     SeatReport,
     StepReport,
     TokenReport,
@@ -106,6 +107,12 @@ class Timeline(EngineObserver):
         self.admissions.append((now, report.prompt_tokens, report.cached_tokens, report.cached_by_tier))
         misses = self.totals.misses
         misses[report.reason] = misses.get(report.reason, 0) + 1
+
+    def on_rejoin(self, report: RejoinReport) -> None:
+        track = self.running.get(report.request_id)
+        if track is not None:
+            track.cached_tokens += report.cached_tokens
+        self.admissions.append((report.time, 0, report.cached_tokens, report.cached_by_tier))
 
     def on_seat(self, report: SeatReport) -> None:
         track = self.running.get(report.request_id)

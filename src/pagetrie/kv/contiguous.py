@@ -165,6 +165,7 @@ class ContiguousLease:
         self.cached_tokens = 0
         self.pages: list[int] = []
         self.awaits: PendingPage | None = None
+        self.rejoin = 0
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pagetrie.kv.tiers.interface import Speed
 from pagetrie.kv.tiers.load import Sample
-from pagetrie.kv.tiers.workers import Pace
 
 _SMOOTHING = 0.3
 _SPEED_LASTS = 30.0  # seconds after which a measured speed is tried anew
@@ -20,11 +19,11 @@ class TierSpeed:
         self._bandwidth = guess.bandwidth
         self._since: float | None = None
 
-    def seconds(self, size: int, now: float, pace: Pace) -> float:
-        """Estimated time to read so many bytes at this pace."""
+    def seconds(self, size: int, now: float, rest: float) -> float:
+        """Estimated time to read so many bytes, with so many seconds of rest per second of computing."""
         if self._since is not None and now - self._since > _SPEED_LASTS:
             self._bandwidth, self._since = self._guess.bandwidth, None
-        return self._guess.latency + size / self._bandwidth + pace.rest_for(size * self._computing)
+        return self._guess.latency + size / self._bandwidth + rest * size * self._computing
 
     def take(self, size: int, seconds: float, now: float) -> None:
         """So many bytes came in that time, rests not counted."""

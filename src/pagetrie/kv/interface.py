@@ -70,6 +70,8 @@ class CacheLease(Protocol):
     """Seconds, from its end on, for which its prefix should stay cached: a hint to the eviction policy."""
     kind: RequestKind
     """Of its request; for the eviction policy, too."""
+    rejoin: int
+    """With so many tokens computed it is better to open anew: what follows comes from a tier. 0: nothing does."""
 
     @property
     def computed(self) -> int:
@@ -154,6 +156,7 @@ class TransferStats:
     Attributes:
         copied_bytes: copied out of the pool on the step's thread.
         loads, loaded_pages: loads begun; pages that came back.
+        meeting_loads: of those begun, loads of last pages while the first ones are computed.
         declined_loads: not begun, because computing was estimated to be faster.
         late_loads: given up at their deadline, or before it for the pages that they held.
         failed_loads: ended early because a tier didn't deliver what it seemed to have.
@@ -162,6 +165,7 @@ class TransferStats:
     copied_bytes: int = 0
     loads: int = 0
     loaded_pages: int = 0
+    meeting_loads: int = 0
     declined_loads: int = 0
     late_loads: int = 0
     failed_loads: int = 0

@@ -46,6 +46,7 @@ class Lease:
         "holder",
         "kind",
         "pages",
+        "rejoin",
         "share",
         "ttl",
     )
@@ -78,6 +79,7 @@ class Lease:
         self.computed = 0
         self.cached_tokens = 0
         self.awaits: PendingPage | None = None
+        self.rejoin = 0
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None

@@ -112,7 +112,10 @@ class CacheManager:
             lease.awaits = leader[1] if leader else None
             if leader is None and self.transfers is not None:
                 known, rest = lease._beyond_trunk(match.pages, packed)
-                lease.awaits = self.transfers.consider(match.root, match.node, known, rest)
+                ahead = self.transfers.consider(match.root, match.node, known, rest)
+                lease.awaits = ahead.awaits
+                if ahead.rejoin:
+                    lease.rejoin = ahead.rejoin + (len(match.pages) - len(known)) * self.page_size
         self._announce(lease)
         return lease
 

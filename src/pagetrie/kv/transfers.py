@@ -16,10 +16,11 @@ arrives is dropped.
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagetrie.kv.estimates import PrefillSpeed, TierSpeed
 from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
@@ -42,6 +43,7 @@ PUBLISH_PAGES = 32
 FLUSH_SECONDS = 10.0
 """At the end, time to write what the tiers lack."""
 
+_MEET_GAIN = 0.75  # loading while computing must not take a larger part of the time that either takes
 _SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
 _LOOKUP_WAIT = 0.25
 _LOOK_AGAIN = 0.05
@@ -49,22 +51,49 @@ _NO_RETRY = 2.0  # seconds in which what failed, or was just loaded and is gone 
 _REMEMBERED = 8192
 
 
+class Ahead(NamedTuple):
+    """What stands ahead of a match.
+
+    Attributes:
+        awaits: what to wait for before computing on.
+        rejoin: tokens, from the tree's root, after which what follows is on its way: who has computed so far looks
+            again. 0 for none.
+    """
+
+    awaits: PendingPage | None = None
+    rejoin: int = 0
+
+
 class _Flight:
     """A load from the pool's side: where its next page will hang, who waits, until when.
 
     Attributes:
         start: tokens before its first page.
+        path: these tokens (u32 LE) as long as some of them are still being computed: until then nothing of the load can
+            be published. grown: how many bytes of them are in the tree. most: seconds that may pass without any more.
         deadline: when it is looked at: it goes on if it is worth that. latest: when it ends in any case.
         seen: how many pages had arrived when it was last looked at. queued: it was behind another one.
     """
 
     def __init__(
-        self, load: Load, root: Node, node: Node, start: int, *, started: float, deadline: float, latest: float
+        self,
+        load: Load,
+        root: Node,
+        node: Node,
+        start: int,
+        path: bytes,
+        *,
+        started: float,
+        deadline: float,
+        latest: float,
     ) -> None:
         self.load = load
         self.root = root
         self.node = node
         self.start = start
+        self.path = path
+        self.grown = 0
+        self.most = latest - started
         self.started = started
         self.deadline = min(deadline, latest)
         self.latest = latest
@@ -112,7 +141,10 @@ class Transfers:
 
     Attributes:
         stats: counts.
+        meeting_pages: the fewest pages of which a part is loaded while the others are computed.
     """
+
+    meeting_pages = 8
 
     def __init__(
         self, stack: TierStack, keys: ChainKeys, keyring: Keyring | None = None, attention: float = 0.0
@@ -205,8 +237,8 @@ class Transfers:
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
-    def consider(self, root: Node, node: Node, pages: Sequence[int], tokens: bytes) -> PendingPage | None:
-        """What to wait for before computing the tokens after the pool's match; starts a load if that is worth it.
+    def consider(self, root: Node, node: Node, pages: Sequence[int], tokens: bytes) -> Ahead:
+        """What of the tokens after the pool's match comes from a tier; starts a load if that is worth it.
 
         Args:
             root, node: of the match; pinned.
@@ -215,7 +247,7 @@ class Transfers:
         """
         start, limit = len(pages) * self._page_bytes, len(tokens) - TOKEN_BYTES
         if self._closed or start >= limit:
-            return None
+            return Ahead()
         namespace = self._root_key(root)
         parent = self._page_keys[pages[-1]] if pages else namespace
         now = self._clock()
@@ -225,11 +257,13 @@ class Transfers:
         unknown: list[bytes] = []
         remote = self.stack.remote
         full = len(rest) - len(rest) % self._page_bytes
+        joins = 0
         for ref in self._refs(namespace, parent, rest[:full]):
             awaited = self._awaited.get(ref.key)
             if awaited is not None:
                 if not refs and not unknown:
-                    return awaited.pending
+                    return Ahead(awaited.pending)
+                joins = (start + len(refs) * self._page_bytes) // TOKEN_BYTES if refs else 0
                 break
             avoided = self._avoided.has(ref.key, now)
             source = self.stack.locate(ref.key) if not avoided else None
@@ -246,10 +280,11 @@ class Transfers:
             refs.append(ref)
             sources.append(source)
         if unknown:
-            return self._ask(unknown, now)
+            return Ahead(self._ask(unknown, now))
         if len(refs) * self._page_bytes == full:
             self._add_tail(refs, sources, namespace, refs[-1].key if refs else parent, rest[full:], now)
-        return self._begin(root, node, start // TOKEN_BYTES, refs, sources, now) if refs else None
+        begun = self._begin(root, node, tokens[:start], refs, sources, now) if refs else Ahead()
+        return begun if begun != Ahead() else Ahead(None, joins)
 
     def _add_tail(
         self, refs: list[PageRef], sources: list[Tier], namespace: bytes, parent: bytes, tokens: bytes, now: float
@@ -268,27 +303,32 @@ class Transfers:
                 return
 
     def _begin(
-        self, root: Node, node: Node, start: int, refs: list[PageRef], sources: list[Tier], now: float
-    ) -> PendingPage | None:
+        self, root: Node, node: Node, before: bytes, refs: list[PageRef], sources: list[Tier], now: float
+    ) -> Ahead:
+        """Load what is worth it of the pages that follow ``node``, where the tokens ``before`` end."""
         count = min(len(refs), self._room(root))
         del refs[count:], sources[count:]
-        seconds = self._worthwhile(start, refs, sources, now)
-        if seconds is None:
-            return None
-        expected, gained = seconds
+        worth = self._worthwhile(len(before) // TOKEN_BYTES, refs, sources, now)
+        if worth is None:
+            return Ahead()
+        first, expected, gained = worth
+        path = before + b"".join(ref.tokens for ref in refs[:first]) if first else b""
+        del refs[:first], sources[:first]
         manager = self._manager
         self.stack.keep(refs, sources)
         manager.index.pin(node)
-        load = Load(refs, sources, manager._take(count, root.share))
+        load = Load(refs, sources, manager._take(len(refs), root.share))
         latest = now + max(_SHORTEST_WAIT, gained)
         soon = now + _PATIENCE * expected + _SPARE_WAIT
-        flight = _Flight(load, root, node, start, started=now, deadline=soon, latest=latest)
+        start = len(path or before) // TOKEN_BYTES
+        flight = _Flight(load, root, node, start, path, started=now, deadline=soon, latest=latest)
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
+        self.stats.meeting_loads += bool(path)
         self._held_back.append(flight)
         self._start_loads()
-        return flight.pending
+        return Ahead(None, start) if path else Ahead(flight.pending)
 
     def _start_loads(self) -> None:
         """Start loads, but none that would overwrite what is yet to be copied."""
@@ -299,26 +339,46 @@ class Transfers:
 
     def _worthwhile(
         self, start: int, refs: Sequence[PageRef], sources: Sequence[Tier], now: float
-    ) -> tuple[float, float] | None:
-        """Estimated seconds to load, and to compute, pages after ``start`` tokens; None if computing is faster."""
+    ) -> tuple[int, float, float] | None:
+        """What to load of pages that follow ``start`` tokens.
+
+        Where a tier is about as slow as computing, the first pages are computed while the others are loaded (Jin et al.
+        2024, "Compute Or Load KV Cache? Why Not Both?").
+
+        Returns:
+            The first page to load; estimated seconds until all are there; estimated seconds to compute them all. None
+            if that is the fastest.
+        """
         if not refs:
             return None
         remote = self.stack.remote
-        ahead = [f.load for f in self._flights if (f.load.sources[0] is remote) == (sources[0] is remote)]
-        loading = sum(self._loading(load.sources[load.ready :], now) for load in ahead) + self._loading(sources, now)
-        tokens = sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES
-        computing = self._prefill.seconds(start, tokens)
+        before = [f.load for f in self._flights if (f.load.sources[0] is remote) == (sources[0] is remote)]
+        queue = sum(self._loading(load.sources[load.ready :], now) for load in before)
+        loading = queue + self._loading(sources, now)
+        computing = self._prefill.seconds(start, sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES)
+        if len(refs) >= self.meeting_pages and loading > computing / len(refs):
+            page = self._page_bytes // TOKEN_BYTES
+
+            def lead(count: int) -> float:
+                """By how much the other pages are there before so many are computed; it grows with them."""
+                others = queue + self._loading(sources[count:], now, beside=True)
+                return self._prefill.seconds(start, count * page) - others
+
+            first = bisect_left(range(len(refs) - 1), 0.0, key=lead)
+            together = self._prefill.seconds(start, first * page)
+            if first and together < _MEET_GAIN * min(loading, computing):
+                return first, together, computing
         if loading > computing:
             self.stats.declined_loads += 1
             return None
-        return loading, computing
+        return 0, loading, computing
 
-    def _loading(self, sources: Sequence[Tier], now: float) -> float:
-        """Estimated seconds to read a page from each of these."""
+    def _loading(self, sources: Sequence[Tier], now: float, *, beside: bool = False) -> float:
+        """Estimated seconds to read a page from each of these, as things are or beside steps."""
         size, pace = self.stack.memory.bytes_per_page, self.stack.pace
-        return sum(
-            self._speeds[name].seconds(n * size, now, pace) for name, n in Counter(t.name for t in sources).items()
-        )
+        rest = pace.rest if pace.slow or beside else 0.0
+        counts = Counter(tier.name for tier in sources)
+        return sum(self._speeds[name].seconds(count * size, now, rest) for name, count in counts.items())
 
     def _room(self, root: Node) -> int:
         """Pages that a load may take: while others run, never so many that they'd be short of pages soon."""
@@ -373,9 +433,20 @@ class Transfers:
         self._start_loads()
         now = self._clock()
         for flight in self._flights.copy():
+            if flight.path:
+                self._look_for_path(flight, now)
             finished = flight.load.finished  # read before the count: nothing comes after it
             arrived = flight.load.ready
             late = not finished and now >= flight.deadline and not self._goes_on(flight, arrived, now)
+            if flight.path:
+                if late or flight.root.dead or now >= flight.latest or (finished and not arrived):
+                    failed = finished and arrived < len(flight.load.refs)
+                    self.stats.failed_loads += failed
+                    self.stats.late_loads += not failed
+                    self._give_up(flight, now)
+                elif finished:
+                    flight.deadline = flight.latest
+                continue
             if finished or late or arrived - flight.published >= PUBLISH_PAGES:
                 self._publish(flight, arrived, now)
             if finished:
@@ -404,13 +475,31 @@ class Transfers:
             flight.queued = queued
         elif arrived > flight.seen:
             left, page = len(load.refs) - arrived, self._page_bytes // TOKEN_BYTES
-            computing = self._prefill.seconds(flight.start + arrived * page, left * page)
+            missing = (len(flight.path) - flight.grown) // TOKEN_BYTES
+            computing = self._prefill.seconds(flight.start + arrived * page - missing, left * page + missing)
             if (now - load.began) / arrived * left > computing:
                 return False
         elif now - load.began >= _SPARE_WAIT:
             return False
         flight.seen, flight.deadline = arrived, min(now + _SPARE_WAIT, flight.latest)
         return True
+
+    def _look_for_path(self, flight: _Flight, now: float) -> None:
+        """See how far the pages before a load's first one are computed, and where they end once all are."""
+        index, namespace = self._manager.index, bytes(flight.root.tokens)
+        if flight.root.dead:
+            return
+        grown = index.stored_tokens(namespace, flight.path) * TOKEN_BYTES
+        if grown > flight.grown:
+            flight.grown = grown
+            flight.latest = max(flight.latest, now + flight.most)
+        if grown == len(flight.path):
+            node = index.match(namespace, flight.path, grown // TOKEN_BYTES).node
+            index.pin(node)
+            index.unpin(flight.node)
+            flight.node, flight.path = node, b""
+            # From here on somebody waits for it.
+            flight.latest = min(flight.latest, now + max(_SHORTEST_WAIT, flight.most))
 
     def _publish(self, flight: _Flight, arrived: int, now: float) -> None:
         manager, load = self._manager, flight.load
@@ -460,7 +549,10 @@ class Transfers:
 
     def _give_up(self, flight: _Flight, now: float) -> None:
         load = flight.load
-        if now >= flight.deadline and flight.published < len(load.refs):
+        if load.finished:
+            for sample in load.samples:
+                self._speeds[sample.tier].take_sample(sample, now)
+        elif now >= flight.deadline and flight.published < len(load.refs):
             got = (flight.published + 1) * self.stack.memory.bytes_per_page
             self._speeds[load.sources[flight.published].name].take(got, now - flight.started - load.rested, now)
         self._leave(flight, now)
@@ -519,7 +611,7 @@ class Transfers:
             bool(self._held_back)
             or not all(flight.load.lock.locked() for flight in self._cancelled)
             or any(
-                f.load.finished or f.load.ready - f.published >= PUBLISH_PAGES or now >= f.deadline
+                now >= f.deadline or (not f.path and (f.load.finished or f.load.ready - f.published >= PUBLISH_PAGES))
                 for f in self._flights
             )
             or any(lookup.found is not None or now >= lookup.deadline for lookup in self._lookups)

@@ -15,7 +15,14 @@ from typing import Protocol
 
 from pagetrie.engine.config import EngineConfig
 from pagetrie.engine.engine import Engine
-from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.engine.observer import (
+    AdmissionReport,
+    EngineObserver,
+    FinishReport,
+    RejoinReport,
+    StepReport,
+    TokenReport,
+)
 from pagetrie.engine.params import SamplingParams
 from pagetrie.engine.request import Request
 from pagetrie.engine.runner import SampleSpec, SequenceResult, StepPlan, TokenLogprob
@@ -309,6 +316,10 @@ class _Replica(EngineObserver):
 
     def on_admission(self, report: AdmissionReport) -> None:
         self._serving[report.request_id].cached_tokens = report.cached_tokens
+        self._outcome.loaded_tokens.update(report.cached_by_tier)
+
+    def on_rejoin(self, report: RejoinReport) -> None:
+        self._serving[report.request_id].cached_tokens += report.cached_tokens
         self._outcome.loaded_tokens.update(report.cached_by_tier)
 
     def on_token(self, report: TokenReport) -> None:

@@ -6,6 +6,7 @@ choice; everything else is once per prompt.
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,14 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from pagetrie.engine.cache_records import MISS_REASONS
-from pagetrie.engine.observer import AdmissionReport, EngineObserver, FinishReport, StepReport, TokenReport
+from pagetrie.engine.observer import (
+    AdmissionReport,
+    EngineObserver,
+    FinishReport,
+    RejoinReport,
+    StepReport,
+    TokenReport,
+)
 from pagetrie.engine.usage import CacheUsage
 from pagetrie.kv import TransferReport
 from pagetrie.server.engine_api import Snapshot
@@ -240,6 +248,14 @@ class Metrics(EngineObserver):
         self._missed[report.reason].inc(report.prompt_tokens - report.cached_tokens)
         self._queue.observe(report.queue_time)
         self._open[report.request_id] = _OpenRequest(report.prompt_tokens, report.cached_tokens, report.cached_by_tier)
+
+    def on_rejoin(self, report: RejoinReport) -> None:
+        loaded = sum(report.cached_by_tier.values())
+        self._hits.inc(report.cached_tokens - loaded)
+        self._external_hits.inc(loaded)
+        if (request := self._open.get(report.request_id)) is not None:
+            request.cached_tokens += report.cached_tokens
+            request.cached_by_tier = Tally(request.cached_by_tier) + Tally(report.cached_by_tier)
 
     def on_token(self, report: TokenReport) -> None:
         if not report.first:

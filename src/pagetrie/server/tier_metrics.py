@@ -30,6 +30,7 @@ _GAUGES = (
 _LOADS = (
     ("loads", "Loads begun."),
     ("loaded_pages", "Pages that came back into the pool."),
+    ("meeting_loads", "Loads of a prompt's last pages while its first ones were computed."),
     ("declined_loads", "Loads not begun, because computing was estimated to be faster."),
     ("late_loads", "Loads given up at their deadline."),
     ("failed_loads", "Loads that ended early because a tier didn't deliver."),

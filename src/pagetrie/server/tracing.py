@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pagetrie.engine.observer import (
@@ -21,6 +22,7 @@ from pagetrie.engine.observer import (
     EngineObserver,
     FinishReport,
     PrefillReport,
+    RejoinReport,
     SeatReport,
 )
 from pagetrie.errors import ConfigError
@@ -88,6 +90,15 @@ class RequestTracer(EngineObserver):
     def on_admission(self, report: AdmissionReport) -> None:
         if (trace := self._open.get(report.request_id)) is not None:
             trace.admission = report
+
+    def on_rejoin(self, report: RejoinReport) -> None:
+        trace = self._open.get(report.request_id)
+        if trace is not None and trace.admission is not None:
+            trace.admission = replace(
+                trace.admission,
+                cached_tokens=trace.admission.cached_tokens + report.cached_tokens,
+                cached_by_tier=Counter(trace.admission.cached_by_tier) + Counter(report.cached_by_tier),
+            )
 
     def on_prefill(self, report: PrefillReport) -> None:
         trace = self._open.get(report.request_id)

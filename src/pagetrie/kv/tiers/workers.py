@@ -31,26 +31,27 @@ class Pace:
     Args:
         cpu_clock: seconds that the calling thread has computed.
         sleep: lets it rest.
+        rest: seconds of rest per second of computing, beside steps.
 
     Attributes:
         slow: steps compute. Set by the thread that runs them.
     """
 
     def __init__(
-        self, cpu_clock: Callable[[], float] = time.thread_time, sleep: Callable[[float], None] = time.sleep
+        self,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+        rest: float = REST,
     ) -> None:
         self.cpu_clock = cpu_clock
         self.sleep = sleep
+        self.rest = rest
         self.slow = False
 
     @classmethod
     def free(cls) -> Pace:
         """Never rests: where time is virtual, the processor's says nothing."""
-        return cls(cpu_clock=lambda: 0.0)
-
-    def rest_for(self, computed: float) -> float:
-        """How long to rest, now, for so many seconds of computing."""
-        return computed * REST if self.slow else 0.0
+        return cls(cpu_clock=lambda: 0.0, rest=0.0)
 
 
 class Course:
@@ -79,8 +80,8 @@ class Course:
         """To be called often: rests if it is time to."""
         self.note()
         if self._owed >= SLICE:
-            seconds, self._owed = self._pace.rest_for(self._owed), 0.0
-            if seconds:
+            seconds, self._owed = self._owed * self._pace.rest, 0.0
+            if self._pace.slow and seconds:
                 self._pace.sleep(seconds)
                 self.rested += seconds
 
