@@ -14,6 +14,7 @@ import pytest
 
 from pagetrie.engine.loop import EngineLoop
 from pagetrie.engine.timeline import Timeline
+from pagetrie.errors import EngineError
 from pagetrie.kv.picture import ACTIVE, CACHED, FREE, NOBODY, Picture
 from pagetrie.server import live
 from pagetrie.server.auth import Access
@@ -204,12 +205,21 @@ async def test_a_text_is_found_across_edges():
         assert "keep. Who wins?" in match["text"]
 
 
-async def test_a_stopping_server_ends_its_streams():
+@pytest.mark.parametrize("engine", ["answers", "has ended"])
+async def test_a_stopping_server_ends_its_streams(engine: str, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(question: Any) -> Any:
+        raise EngineError("the server is shutting down")
+
     site = Watched()
+    site.feed._share = 0  # so that the next look takes a snapshot
     async with site.site.running() as server:
         site.http = httpx.AsyncClient(base_url=server.url, timeout=60)
         async with site.http, site.watching() as frames:
             await anext(frames)
+            if engine == "has ended":  # before the next snapshot
+                context = site.site.app.state.context
+                context.stopping = True
+                monkeypatch.setattr(context.loop, "ask", refuse)
             server.stop()
             async for frame in frames:
                 if "error" in frame:

@@ -119,13 +119,15 @@ class LiveFeed:
 
     async def _run(self) -> None:
         while self._viewers:
+            error: Exception | None = None
             try:
                 await self._take()
-            except Exception as error:  # noqa: BLE001 - handed to the viewers
-                await self._tell(error)
-                return
-            await self._tell(ServerStoppingError() if self._context.stopping else None)
-            if self._error is not None:
+            except Exception as failure:  # noqa: BLE001 - handed to the viewers
+                error = failure
+            if self._context.stopping:  # which is also why the engine may have refused to answer
+                error = ServerStoppingError()
+            await self._tell(error)
+            if error is not None:
                 return
             await asyncio.sleep(self._due - asyncio.get_running_loop().time())
 
