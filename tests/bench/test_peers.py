@@ -63,6 +63,7 @@ def test_an_installation_that_fails_says_why_and_is_remembered(tmp_path: Path) -
     assert "nowhere.whl" in (tmp_path / ".cache" / "peers" / "openvino.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_run_is_not_installed(tmp_path: Path) -> None:
     wheel = tiny_wheel(tmp_path)
     peer = replace(PEERS["openvino"], requirements=(str(wheel),), package="tiny", check="import nothing_here")

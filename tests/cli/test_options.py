@@ -5,26 +5,47 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pagetrie import __version__, settings
+from pagetrie.cli.main import run
 
 
-def pagetrie(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, in ``cwd``, without the caller's PAGETRIE_* variables."""
-    environment = {k: v for k, v in os.environ.items() if not k.upper().startswith("PAGETRIE_")}
-    source = str(Path(settings.__file__).parents[1])
-    environment |= {"COLUMNS": "200", "_TYPER_FORCE_DISABLE_TERMINAL": "1", "PYTHONPATH": source, **variables}
-    return subprocess.run(
-        [sys.executable, "-m", "pagetrie.cli", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
+@dataclass(frozen=True)
+class Done:
+    code: object
+    stdout: str
+    stderr: str
 
 
-def test_every_setting_has_a_flag_with_its_help_and_its_default(tmp_path: Path) -> None:
-    shown = pagetrie("serve", "--help", cwd=tmp_path)
-    assert shown.returncode == 0
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def pagetrie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the console script's function in an empty folder, without the caller's PAGETRIE_* variables."""
+
+    def command(*arguments: str, **variables: str) -> Done:
+        for name in [name for name in os.environ if name.upper().startswith("PAGETRIE_")]:
+            monkeypatch.delenv(name)
+        for name, value in {"COLUMNS": "200", **variables}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["pagetrie", *arguments])
+        with pytest.raises(SystemExit) as left:
+            run()
+        return Done(left.value.code, *capsys.readouterr())
+
+    return command
+
+
+def test_every_setting_has_a_flag_with_its_help_and_its_default(pagetrie: Command) -> None:
+    shown = pagetrie("serve", "--help")
+    assert shown.code == 0
     for name, field in settings.fields().items():
         spelled = "MODEL" if name == "model" else settings.flag(name) + " "
         assert spelled in shown.stdout, name
@@ -33,8 +54,8 @@ def test_every_setting_has_a_flag_with_its_help_and_its_default(tmp_path: Path) 
     assert "PAGETRIE_PORT=8123" in shown.stdout
 
 
-def test_the_demo_has_its_own_options_and_none_of_the_servers(tmp_path: Path) -> None:
-    shown = pagetrie("demo", "--help", cwd=tmp_path).stdout
+def test_the_demo_has_its_own_options_and_none_of_the_servers(pagetrie: Command) -> None:
+    shown = pagetrie("demo", "--help").stdout
     assert all(flag in shown for flag in ("--users", "--prompt-tokens", "--max-tokens", "--kv-memory", "--threads"))
     assert "--port" not in shown
 
@@ -53,14 +74,17 @@ def test_neither_help_nor_an_error_imports_torch(tmp_path: Path) -> None:
         assert "AssertionError" not in done.stderr
 
 
-def test_version(tmp_path: Path) -> None:
-    assert pagetrie("version", cwd=tmp_path).stdout == f"{__version__}\n"
+def test_version_as_a_process(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(settings.__file__).parents[1])}
+    command = [sys.executable, "-m", "pagetrie.cli", "version"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["--nonsense"], ["--port", "http"], ["--weights", "int3"], ["a.gguf", "b.gguf"]])
-def test_a_usage_error_exits_with_2(arguments: list[str], tmp_path: Path) -> None:
-    done = pagetrie("serve", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
+def test_a_usage_error_exits_with_2(arguments: list[str], pagetrie: Command) -> None:
+    done = pagetrie("serve", *arguments)
+    assert done.code == 2
     assert "Usage: pagetrie serve" in done.stderr
 
 
@@ -72,10 +96,12 @@ def test_a_usage_error_exits_with_2(arguments: list[str], tmp_path: Path) -> Non
         (["--config", "none.toml"], {}, "can't read the configuration file none.toml: No such file or directory"),
         (["--num-pages", "5", "--kv-memory", "1GiB"], {}, "give either --kv-memory or num_pages, not both"),
         (["missing.gguf"], {}, "missing.gguf: no such file or folder"),
+        (["broken.gguf"], {}, "broken.gguf: big-endian GGUF files aren't supported"),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_1(
-    arguments: list[str], variables: dict[str, str], message: str, tmp_path: Path
+    arguments: list[str], variables: dict[str, str], message: str, tmp_path: Path, pagetrie: Command
 ) -> None:
-    done = pagetrie("serve", *arguments, cwd=tmp_path, **variables)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"pagetrie: {message}\n")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
+    done = pagetrie("serve", *arguments, **variables)
+    assert (done.code, done.stdout, done.stderr) == (1, "", f"pagetrie: {message}\n")

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+BIG_CONTEXT = 1152
 READY = re.compile(r"pagetrie serves (\S+) at (http://\S+)")
 
 
@@ -109,10 +110,16 @@ def start_lasting(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def big(start_lasting: Callable[..., Server]) -> Server:
     """Room for everything: 8,000 tokens."""
-    return start_lasting("--num-pages", "500", "--max-model-len", "2048")
+    return start_lasting("--num-pages", "500", "--max-model-len", str(BIG_CONTEXT))
 
 
 @pytest.fixture(scope="session")
 def small(start_lasting: Callable[..., Server]) -> Server:
     """A pool of 512 tokens, for a model of 8,192."""
     return start_lasting("--num-pages", "32")
+
+
+@pytest.fixture(scope="session")
+def narrow(start_lasting: Callable[..., Server]) -> Server:
+    """Four seats and small steps."""
+    return start_lasting("--num-pages", "300", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")

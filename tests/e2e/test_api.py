@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import BIG_CONTEXT, Server
 from tests.e2e.test_prefix_cache import STORY, tokens
 
 CHAT = [{"role": "system", "content": STORY}, {"role": "user", "content": "What did the keeper see?"}]
@@ -112,16 +112,16 @@ def test_odd_requests_are_answered_or_refused_and_the_next_is_fine(big: Server, 
 @pytest.mark.parametrize("stream", [False, True])
 def test_overflow_is_a_400_that_agents_understand(big: Server, stream: bool) -> None:
     """G8: context + 1 is refused before any SSE header; context - 1 ends by length after one token."""
-    ids = (tokens(big, STORY) * 40)[:2049]
+    ids = (tokens(big, STORY) * 40)[: BIG_CONTEXT + 1]
     response = big.http.post("/v1/completions", json={"model": big.model, "prompt": ids, "stream": stream})
     assert response.status_code == 400
     assert response.headers["content-type"].startswith("application/json")
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "2048" in error["message"]
-    assert "2049" in error["message"]
+    assert str(BIG_CONTEXT) in error["message"]
+    assert str(BIG_CONTEXT + 1) in error["message"]
     if not stream:
-        answer = big.complete(ids[:2047], max_tokens=50)
+        answer = big.complete(ids[: BIG_CONTEXT - 1], max_tokens=50)
         assert answer["usage"]["completion_tokens"] == 1
         assert answer["choices"][0]["finish_reason"] == "length"
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pagetrie import LLM, SamplingParams
 from pagetrie.models.loading import load_checkpoint
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import BIG_CONTEXT, Server
 from tests.models.tiny import tiny_model, write_folder
 
 STARTS = (
@@ -184,7 +184,7 @@ def test_held_contexts_give_way_to_a_request_that_needs_the_pool(small: Server) 
 
 def test_a_client_that_leaves_while_its_context_is_computed_leaves_none(big: Server) -> None:
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{big.url}/v1/contexts", json={"prompt": [7] * 2000}, timeout=0.05)
+        httpx.post(f"{big.url}/v1/contexts", json={"prompt": [7] * (BIG_CONTEXT - 1)}, timeout=0.05)
     big.idle()
     assert big.wait_until(lambda metrics: metrics["pagetrie:contexts"] == 0)["pagetrie:pinned_pages"] == 0
 

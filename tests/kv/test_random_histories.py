@@ -8,6 +8,7 @@ import pytest
 
 from pagetrie.kv import CacheManager
 from pagetrie.kv.eviction import POLICIES, make_policy
+from tests.budget import first
 from tests.kv.driver import RandomDriver
 from tests.kv.oracle import Harness
 
@@ -35,16 +36,18 @@ def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int
     return harness
 
 
+@pytest.mark.parametrize("operations", first(1, [1500, 10_000]))
 @pytest.mark.parametrize("page_size", POOLS)
 @pytest.mark.parametrize("index", INDEXES)
-def test_every_answer_and_every_page_equals_the_models(index: str, page_size: int) -> None:
-    drive(index, page_size, POOLS[page_size], seed=page_size, operations=4000)
+def test_every_answer_and_every_page_equals_the_models(index: str, page_size: int, operations: int) -> None:
+    drive(index, page_size, POOLS[page_size], seed=page_size, operations=operations)
 
 
+@pytest.mark.parametrize("operations", first(1, [1000, 10_000]))
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"lru"}))
 @pytest.mark.parametrize("index", INDEXES)
-def test_no_policy_takes_what_must_stay(index: str, policy: str) -> None:
-    drive(index, 2, POOLS[2], seed=8, operations=3000, policy=policy)
+def test_no_policy_takes_what_must_stay(index: str, policy: str, operations: int) -> None:
+    drive(index, 2, POOLS[2], seed=8, operations=operations, policy=policy)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 5, 60])
@@ -64,10 +67,11 @@ def test_a_hundred_thousand_operations(index: str, page_size: int) -> None:
     drive(index, page_size, POOLS[page_size], seed=2026 + page_size, operations=100_000)
 
 
+@pytest.mark.parametrize("operations", first(1, [1000, 10_000]))
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_both_indexes_give_the_same_hits_on_the_same_history(page_size: int) -> None:
+def test_both_indexes_give_the_same_hits_on_the_same_history(page_size: int, operations: int) -> None:
     """Hits, waits, missing pages and evictions, in order, also under pressure."""
-    radix, chained = (drive(index, page_size, POOLS[page_size], seed=7, operations=3000) for index in INDEXES)
+    radix, chained = (drive(index, page_size, POOLS[page_size], seed=7, operations=operations) for index in INDEXES)
     assert radix.trace == chained.trace
     assert radix.evicted == chained.evicted
     assert radix.copied == chained.copied

@@ -11,6 +11,7 @@ from pagetrie.kv.eviction import POLICIES
 from pagetrie.replay.index_only import IndexReplay, replay_index
 from pagetrie.replay.reference import belady_hits, flat_lru_hits
 from pagetrie.replay.trace import Trace, TraceRequest
+from tests.budget import first
 
 
 def random_trace(seed: int, requests: int, branching: int = 2, depth: int = 4) -> Trace:
@@ -52,10 +53,11 @@ def test_belady_is_the_best_there_is(seed: int) -> None:
         assert belady_hits(trace, capacity) == best_by_trying_everything(trace, capacity)
 
 
+@pytest.mark.parametrize("requests", first(1, [500, 3000]))
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("index", ["radix", "hash"])
-def test_no_policy_beats_belady_and_the_index_stays_sound(index: str, name: str) -> None:
-    trace = random_trace(3, requests=1500, branching=4, depth=6)
+def test_no_policy_beats_belady_and_the_index_stays_sound(index: str, name: str, requests: int) -> None:
+    trace = random_trace(3, requests=requests, branching=4, depth=6)
     capacity = 60
     replay = IndexReplay(capacity, trace.page_tokens, name, index)
     hits = 0

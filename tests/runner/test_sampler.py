@@ -15,6 +15,7 @@ from pagetrie.engine.runner import SampleSpec
 from pagetrie.errors import EngineError
 from pagetrie.runner import sampler
 from pagetrie.runner.sampler import sample, token_logprobs, uniform
+from tests.budget import first
 from tests.runner.helpers import greedy, spec
 
 
@@ -86,11 +87,12 @@ CASES: dict[str, SampleSpec] = {
 }
 
 
+@pytest.mark.parametrize("points", first(1, [250, 2000]))
 @pytest.mark.parametrize("candidates", [4, 256])
 @pytest.mark.parametrize("shape", ["smooth", "tied", "flat"])
 @pytest.mark.parametrize("case", CASES)
 def test_drawn_distribution_is_the_documented_one(
-    case: str, shape: str, candidates: int, monkeypatch: pytest.MonkeyPatch
+    case: str, shape: str, candidates: int, points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over an even grid a token of probability P is drawn points * P times, give or take one."""
     monkeypatch.setattr(sampler, "_CANDIDATES", candidates)
@@ -101,7 +103,6 @@ def test_drawn_distribution_is_the_documented_one(
     elif shape == "flat":
         logits = torch.zeros(307)
     expected = plain_distribution(logits.tolist(), CASES[case])
-    points = 700
     drawn = drawn_distribution(logits, CASES[case], monkeypatch, points)
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from pagetrie import __version__
+from tests.budget import first
 from tests.server.double import BOS
 
 pytestmark = pytest.mark.anyio
@@ -77,7 +78,7 @@ print("stopped", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", first(1, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_the_process_with_success(number):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The same with a real model: 64 requests on a pool that holds 6, some of which leave."""
+"""The same with a real model: many requests on a pool that holds 6, some of which leave."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pagetrie.engine.request import Request
 from pagetrie.engine.victims import MAX_PREEMPTIONS
 from pagetrie.kv import CacheManager
 from pagetrie.settings import Settings
+from tests.budget import first
 
 PAGE_SIZE = 16
 LONGEST = 2 * PAGE_SIZE
-REQUESTS = 64
 POOL_PAGES = 6 * LONGEST // PAGE_SIZE
 
 
@@ -58,12 +58,12 @@ def engine_over(parts: Parts, num_pages: int) -> tuple[Engine, CacheManager]:
     ), cache
 
 
-def draw_requests(parts: Parts, rng: random.Random) -> list[Request]:
+def draw_requests(parts: Parts, rng: random.Random, count: int) -> list[Request]:
     """A third share a system prompt; greedy and sampled; some with two choices; all fit a page at first."""
     words = ("sea", "ship", "stone", "lost", "light", "fell", "home", "tell", "them", "all", "on", "and", "we", "ran")
     system = parts.tokenizer.encode("You are a helpful guide. ")
     requests = []
-    for number in range(REQUESTS):
+    for number in range(count):
         tail = parts.tokenizer.encode(" ".join(rng.choices(words, k=rng.randrange(8, 12))))
         prompt = ([*system, *tail] if number % 3 == 0 else tail)[: PAGE_SIZE - 2]
         params = SamplingParams(
@@ -103,12 +103,13 @@ def play(engine: Engine, cache: CacheManager, requests: list[Request], leave: di
     return heard
 
 
-def test_64_requests_on_a_pool_for_6_get_their_solo_text(parts: Parts) -> None:
+@pytest.mark.parametrize(("count", "leaving"), first(1, [(24, 6), (64, 12)]))
+def test_requests_on_a_pool_for_6_get_their_solo_text(parts: Parts, count: int, leaving: int) -> None:
     rng = random.Random(3)
-    requests = draw_requests(parts, rng)
+    requests = draw_requests(parts, rng, count)
     leave: dict[int, list[str]] = {}
-    for request in rng.sample(requests, 12):
-        leave.setdefault(rng.randrange(1, 60), []).append(request.request_id)
+    for request in rng.sample(requests, leaving):
+        leave.setdefault(rng.randrange(1, count), []).append(request.request_id)
 
     engine, cache = engine_over(parts, POOL_PAGES)
     victims: dict[object, int] = {}
@@ -128,7 +129,7 @@ def test_64_requests_on_a_pool_for_6_get_their_solo_text(parts: Parts) -> None:
 
     roomy, roomy_cache = engine_over(parts, 64)
     survivors = [request for request in requests if crowded[request.request_id].finished]
-    assert REQUESTS - len(survivors) >= 5
+    assert count - len(survivors) >= leaving // 3
     for request in survivors:
         roomy.reset_prefix_cache()
         alone = play(roomy, roomy_cache, [request], {})[request.request_id]

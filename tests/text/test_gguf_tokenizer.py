@@ -185,7 +185,7 @@ def sentencepiece(text: str, *, prefix: bool = True) -> list[int]:
     return ids
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of(st.text("ab é", max_size=12), st.text(max_size=8)))
 def test_sentencepiece_ids(text: str) -> None:
     text = text.replace("▁", "_")

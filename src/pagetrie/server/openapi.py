@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -74,11 +75,7 @@ def describe(routes: Iterable[object], version: str, *, keys: bool) -> dict[str,
         version: pagetrie's.
         keys: whether callers need an API key.
     """
-    models = sorted(set(_BODIES.values()), key=lambda model: model.__name__)
-    _, schemas = models_json_schema(
-        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
-    )
-    components: dict[str, Any] = {"schemas": {**schemas["$defs"], "Error": _ERROR}}
+    components: dict[str, Any] = {"schemas": {**_body_schemas(), "Error": _ERROR}}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, APIRoute):
@@ -95,6 +92,16 @@ def describe(routes: Iterable[object], version: str, *, keys: bool) -> dict[str,
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         description["security"] = [{"key": []}]
     return description
+
+
+@cache
+def _body_schemas() -> dict[str, Any]:
+    models = sorted(set(_BODIES.values()), key=lambda model: model.__name__)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions
 
 
 def _operation(method: str, path: str, route: APIRoute) -> dict[str, Any]:
