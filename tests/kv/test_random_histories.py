@@ -36,7 +36,7 @@ def drive(index: str, page_size: int, num_pages: int, seed: int, operations: int
     return harness
 
 
-@pytest.mark.parametrize("operations", first(1, [1500, 10_000]))
+@pytest.mark.parametrize("operations", first(1, [2000, 10_000]))
 @pytest.mark.parametrize("page_size", POOLS)
 @pytest.mark.parametrize("index", INDEXES)
 def test_every_answer_and_every_page_equals_the_models(index: str, page_size: int, operations: int) -> None:
@@ -67,7 +67,7 @@ def test_a_hundred_thousand_operations(index: str, page_size: int) -> None:
     drive(index, page_size, POOLS[page_size], seed=2026 + page_size, operations=100_000)
 
 
-@pytest.mark.parametrize("operations", first(1, [1000, 10_000]))
+@pytest.mark.parametrize("operations", first(1, [2000, 10_000]))
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_both_indexes_give_the_same_hits_on_the_same_history(page_size: int, operations: int) -> None:
     """Hits, waits, missing pages and evictions, in order, also under pressure."""
