@@ -37,6 +37,7 @@ from pagetrie.kv.keys import ChainKeys
 from pagetrie.kv.tiers.disk import DiskTier
 from pagetrie.kv.tiers.folder import CacheFolder
 from pagetrie.kv.tiers.interface import PageRef
+from pagetrie.kv.tiers.store import Backend, StoreTier
 from pagetrie.kv.tokens import pack_tokens
 from pagetrie.kv.transfers import Transfers
 from pagetrie.settings import Settings
@@ -45,6 +46,7 @@ TOKENS = 4_000
 REPEATS = 3
 NEIGHBOUR_TOKENS = 150
 GIB = 1 << 30
+SLOW_LINE = 20e6
 _UNTIL_RELOAD = 2.2  # what was just loaded isn't loaded again at once, if it was evicted
 
 
@@ -169,6 +171,41 @@ def measure_ttft(threads: int, folder: Path, store: str | None) -> Iterator[tupl
             names = {"ram": "memory", "store": "Valkey, loopback", "int8": "memory, int8", "k8v4": "memory, k8v4"}
             yield names.get(kind, "disk, in the page cache" if warm else "disk"), statistics.median(times), TOKENS
         bench.close()
+
+
+class Throttled:
+    """A store (``Backend``) behind a line of so many bytes per second."""
+
+    def __init__(self, backend: Backend, rate: float) -> None:
+        self._backend = backend
+        self._rate = rate
+        self.exists, self.put, self.close = backend.exists, backend.put, backend.close
+
+    def get(self, names: Sequence[str], limit: int) -> list[bytes | memoryview | None]:
+        values = self._backend.get(names, limit)
+        time.sleep(sum(len(value) for value in values if value is not None) / self._rate)
+        return values
+
+
+def measure_meeting(threads: int, folder: Path, rate: float) -> Iterator[tuple[str, float, int]]:
+    """(how, median seconds, cached tokens) to the first token with a store behind a slow line, alone."""
+    bench = Bench(threads, store=f"file://{folder / 'slow'}", store_secret="only for this benchmark")
+    prompt, transfers = prompt_of(random.Random(1), TOKENS + 1), bench.transfers
+    yield "computed", bench.ttft(prompt), 0
+    transfers.flush(60)
+    tier = transfers.stack.remote
+    assert isinstance(tier, StoreTier)
+    tier._backend = Throttled(tier._backend, rate)
+    for how, pages in (("loaded", 1 << 30), ("first pages computed, last ones loaded", type(transfers).meeting_pages)):
+        transfers.meeting_pages = pages
+        times, before = [], transfers.stats.loaded_pages
+        for _ in range(REPEATS):
+            bench.evict()
+            time.sleep(_UNTIL_RELOAD)
+            times.append(bench.ttft(prompt))
+        loaded = (transfers.stats.loaded_pages - before) // REPEATS
+        yield how, statistics.median(times), 16 * loaded
+    bench.close()
 
 
 def synthetic(keys: ChainKeys, namespace: bytes, prompt: Sequence[int], page_size: int = 16) -> list[PageRef]:
@@ -353,6 +390,12 @@ def _show_ttft(options: argparse.Namespace, folder: Path) -> None:
             print(f"  {source:36s} {seconds * 1e3:8.0f} ms", flush=True)
 
 
+def _show_meeting(options: argparse.Namespace, folder: Path) -> None:
+    print(f"The same with a store behind a line of {SLOW_LINE / 1e6:.0f} MB/s:")
+    for how, seconds, cached in measure_meeting(options.threads, folder, SLOW_LINE):
+        print(f"  {how:40s} {seconds * 1e3:8.0f} ms, {cached:,} tokens loaded", flush=True)
+
+
 def _show_llama(options: argparse.Namespace, folder: Path) -> None:
     program = options.llama_server
     if program is None:
@@ -396,6 +439,7 @@ def _show_codec(_options: argparse.Namespace, _folder: Path) -> None:
 
 PARTS = {
     "ttft": _show_ttft,
+    "meeting": _show_meeting,
     "llama": _show_llama,
     "disk": _show_disk,
     "neighbour": _show_neighbour,
