@@ -12,6 +12,7 @@ import pytest
 from pagetrie import LLM, SamplingParams
 from pagetrie.errors import ConfigError
 from pagetrie.kv import CacheManager
+from pagetrie.kv.estimates import PrefillSpeed
 from pagetrie.kv.tiers.codec import CodecName
 from pagetrie.llm import RequestResult
 from pagetrie.runner.page_codec import make_page_codec
@@ -48,6 +49,15 @@ def opened(llm: LLM) -> Iterator[tuple[CacheManager, PageStorage]]:
         yield cache, storage
 
 
+def prefer_loading(llm: LLM) -> None:
+    """As if computing were slow, and what was loaded last had been so long ago."""
+    cache = llm._parts.cache
+    assert isinstance(cache, CacheManager) and cache.transfers is not None
+    cache.transfers._prefill = PrefillSpeed(0.0)
+    cache.transfers.note_prefill(1, 0, 10.0)
+    cache.transfers._avoided._until.clear()
+
+
 def ask(llm: LLM) -> RequestResult:
     (result,) = llm.generate([PROMPT], GREEDY, progress=False)
     return result
@@ -80,7 +90,7 @@ def test_what_comes_back_from_memory_is_rounded_once_and_said_to_come_from_there
         assert logprobs(ask(llm)) == logprobs(first)
         assert cache.transfers is not None
         for _ in range(3):
-            cache.transfers._avoided._until.clear()  # as if it were two seconds later
+            prefer_loading(llm)
             cache.index.evict(cache.index.cached_pages)
             again = ask(llm)
             assert again.cached_by_tier == {"ram": CACHED}
@@ -99,6 +109,7 @@ def test_d10_caches_of_other_codecs_share_nothing(start: Callable[..., LLM], tmp
     hits = []
     for name in (*CODECS, *CODECS):
         with start(ram_cache="1MiB", ram_codec=name, **where) as llm:
+            prefer_loading(llm)
             hits.append(ask(llm).cached_tokens)
     assert hits[:3] == [0, 0, 0]
     assert all(found >= CACHED for found in hits[3:])
