@@ -120,7 +120,7 @@ def test_a_process_killed_fifty_times(tmp_path: Path) -> None:
     """D2, I3: at random words of what it does, half-written pages among them: every start works, no text is wrong."""
     command = [sys.executable, "-m", "tests.e2e.killing", str(tmp_path), "50"]
     heard = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert heard["kills"] + heard["end"] == 51, "one of them died of itself"
+    assert heard["kills"] + heard.get("end", 0) == 51, "one of them died of itself"
     assert heard["kills"] >= 40 and heard.get("wrong", 0) == 0
     assert heard["torn"] > 200 and heard["hit"] > 60
 

@@ -647,6 +647,35 @@ def test_at_the_end_all_is_written() -> None:
     world.engine.close()
 
 
+def test_at_the_end_a_store_that_hangs_keeps_nothing_from_the_disk() -> None:
+    """Its queue is full and stays so: the disk gets all that it lacks, and the end comes."""
+    disk, store = ToldTier(), ToldTier("store", remote=True)
+    world = TieredWorld(disk, store)
+    stuck = world.transfers.stack.queues[1]
+    stuck._capacity = world.memory.bytes_per_page
+
+    def wait(seconds: float) -> bool:
+        world.clock.now += seconds
+        return False
+
+    stuck.wait = wait  # type: ignore[method-assign]
+    world.add("first", PROMPT[:31], max_tokens=1)
+    while world.engine.has_work:
+        world.clock.now += world.engine.pause() or 0.0
+        world.step()
+    right(world, "first", PROMPT[:31], 1)
+    world.workers["disk-writer"].eager = True
+    world.workers["disk-writer"].run()
+    assert (len(disk.pages), len(store.pages)) == (7, 0)
+    closed = list[float]()
+    for worker in world.workers.values():
+        worker.close = closed.append  # type: ignore[method-assign]
+    began = world.clock.now
+    world.transfers.close(10.0)
+    assert len(disk.pages) == 8
+    assert world.clock.now - began == 10 and max(closed) == 0
+
+
 class UnsureTier(ToldTier):
     """Fails at random, in every way it knows."""
 

@@ -696,24 +696,28 @@ class Transfers:
     def flush(self, seconds: float) -> bool:
         """Write what the pool holds and tiers lack, partly filled pages too; False if time ran out."""
         deadline = self._clock() + seconds
-        for node in self._manager.index.nodes():
-            for ref, page in self._edge(node, 0):
-                if not self.stack.write_in_time(ref, page, deadline):
-                    return False
-        return self.stack.flush(max(0.0, deadline - self._clock()))
+        # Tier by tier, the disk first: a store that hangs keeps nothing from it.
+        offered = all(
+            self.stack.write_in_time(queue, ref, page, deadline)
+            for queue in self.stack.queues
+            for node in self._manager.index.nodes()
+            for ref, page in self._edge(node, 0)
+        )
+        return self.stack.flush(max(0.0, deadline - self._clock())) and offered
 
     def close(self, seconds: float = FLUSH_SECONDS) -> None:
-        """Flush, then end the tiers' threads. Nothing is loaded or written any more. Idempotent."""
+        """Flush, then end the tiers' threads, in so many seconds. Nothing is loaded or written after. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        deadline = self._clock() + seconds
         self.flush(seconds)
         now = self._clock()
         for flight in self._flights.copy():
             self._give_up(flight, now)
         for lookup in self._lookups.copy():
             self._answered(lookup, now)
-        self.stack.close(seconds)
+        self.stack.close(max(0.0, deadline - now))
 
     def check(self) -> None:
         """Recount by brute force (for tests). Raises AssertionError on any disagreement."""

@@ -83,12 +83,13 @@ class TierStack:
         for queue in self._queues:
             queue.worker.submit(partial(queue.tier.name_namespace, key, namespace))
 
-    def write_in_time(self, ref: PageRef, page: int, deadline: float) -> bool:
-        """``write``, but waits for room in the queues; False if time ran out."""
-        for queue in self._queues:
-            if queue.is_full(self.memory.bytes_per_page) and not queue.wait(max(0.0, deadline - self.clock())):
-                return False
-        self.write(ref, page)
+    def write_in_time(self, queue: WriteQueue, ref: PageRef, page: int, deadline: float) -> bool:
+        """``write`` for one tier, but waits for room in its queue; False if time ran out."""
+        if not queue.lacks(ref.key):
+            return True
+        if queue.is_full(self.memory.bytes_per_page) and not queue.wait(max(0.0, deadline - self.clock())):
+            return False
+        queue.offer(ref, self.memory.read_page(page).copy())
         return self.clock() < deadline
 
     def touch(self, key: bytes) -> None:
