@@ -20,6 +20,7 @@ from pagetrie.kv.tiers.disk import segment_paths
 from pagetrie.kv.tiers.interface import TierStats
 from pagetrie.settings import Settings
 from tests.e2e.tiered_model import PREFILL_SPEED, STALL, TieredModel, damage_page, disk_faults
+from tests.simulation.tiers import SlowSpeed
 
 PAGE, PAGES, TOKENS = 16, 6, 4
 PROMPT = [1000 + 37 * number for number in range(PAGES * PAGE + 1)]  # one token more than the pages hold
@@ -325,3 +326,24 @@ def test_a_store_that_begins_again_is_filled_again(make_world: MakeWorld, cold: 
     (again,) = world.ask(PROMPT)
     right(world, cold, [again], PROMPT)
     assert from_tier(world, again) == PAGE * PAGES
+
+
+@pytest.mark.parametrize(
+    ("tier", "fault", "met"), [("disk", "", 3), ("store", "", 3), ("store", "die", 0), ("ram", "stall", 1)]
+)
+def test_last_pages_are_loaded_while_the_first_are_computed(
+    make_world: MakeWorld, cold: dict[int, list[int]], tier: str, fault: str, met: int
+) -> None:
+    """A tier that seems as slow as computing: each does half, and what fails or stalls is computed as well."""
+    world = stored(make_world(tier))
+    transfers = world.transfers
+    transfers.meeting_pages = 2
+    transfers._speeds = {world.tier.name: SlowSpeed(transfers, world.bytes_per_page, PAGE)}
+    if fault:
+        world.faults["get"] = fault
+    names = world.ask(PROMPT, OTHER)
+    right(world, cold, names, PROMPT, OTHER)
+    assert transfers.stats.meeting_loads == 1
+    assert from_tier(world, names[0]) == met * PAGE
+    # All of one prompt but what came from the tier, the other's last tokens, and the answers.
+    assert world.computed == len(PROMPT) - met * PAGE + len(OTHER) - PAGES * PAGE + 2 * DECODED

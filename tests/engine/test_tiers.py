@@ -342,6 +342,8 @@ def test_who_asks_for_the_same_meanwhile_joins() -> None:
     for name in ("one", "two", "three"):
         right(world, name, LONG, 1)
     assert world.transfers.stats.loads == 1 and world.runner.computed_tokens <= 112 + 3
+    tiers = [last.cached_by_tier for name in ("one", "two", "three") if (last := world.seen[name].last)]
+    assert tiers == [{"disk": 4 * world.transfers.stats.loaded_pages}, {}, {}]
     world.check()
 
 

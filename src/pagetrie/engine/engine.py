@@ -341,10 +341,11 @@ class Engine:
                 sequence.state.parked_at = started
         for sequence in plan.preempted:
             self._observer.on_seat(SeatReport(sequence.state.request.request_id, sequence.index, started, False))
-        for sequence in plan.admitted:
-            self._on_admitted(sequence, started)
+        # First, since whoever is admitted now may stand on what one of these has waited for.
         for sequence, count in plan.rejoined.items():
             self._on_rejoined(sequence, count, started)
+        for sequence in plan.admitted:
+            self._on_admitted(sequence, started)
         for sequence in plan.outgrown:
             self._finish(sequence, "length", None, outputs)
         for sequence in plan.stranded:
