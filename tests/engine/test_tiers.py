@@ -267,6 +267,34 @@ def test_who_would_queue_for_longer_than_to_compute_computes() -> None:
     assert [len(read) for read in tier.reads] == [48]
 
 
+def test_a_tier_that_hangs_keeps_nobody_from_another() -> None:
+    """Each is read by a thread of its own: who hits memory doesn't stand behind who waits for the disk."""
+    near, far = ToldTier("near"), ToldTier("far")
+    world = TieredWorld(near, far, num_pages=100)
+    other = [9, *PROMPT]
+    world.add("near", PROMPT, max_tokens=1)
+    world.finish()
+    in_near = set(near.pages)
+    world.add("far", other, max_tokens=1)
+    world.finish()
+    world.forget_pool()
+    near.pages = {key: page for key, page in near.pages.items() if key in in_near}
+    far.pages = {key: page for key, page in far.pages.items() if key not in in_near}
+    world.transfers.note_prefill(1, 0, 1)  # whatever is estimated, loading is faster
+    world.runner.computed_tokens = 0
+    world.add("far again", other, max_tokens=1)
+    world.add("near again", PROMPT, max_tokens=1)
+    world.step()
+    assert world.cache.stats().loading_pages == 20
+    world.workers["near-reader"].run()
+    world.step()
+    right(world, "near again", PROMPT, 1)
+    assert world.seen["near again"].last is not None and world.cache.stats().loading_pages == 10
+    world.finish()
+    right(world, "far again", other, 1)
+    assert world.runner.computed_tokens == 3 and world.transfers.stats.late_loads == 0
+
+
 class Meeting:
     """A prompt of 48 pages in a tier that takes a second for them, on a machine that takes as long to compute them.
 

@@ -68,6 +68,7 @@ class _Flight:
     """A load from the pool's side: where its next page will hang, who waits, until when.
 
     Attributes:
+        reader: the tier whose thread fills it.
         start: tokens before its first page.
         path: these tokens (u32 LE) as long as some of them are still being computed: until then nothing of the load can
             be published. grown: how many bytes of them are in the tree. most: seconds that may pass without any more.
@@ -78,6 +79,7 @@ class _Flight:
     def __init__(
         self,
         load: Load,
+        reader: str,
         root: Node,
         node: Node,
         start: int,
@@ -88,6 +90,7 @@ class _Flight:
         latest: float,
     ) -> None:
         self.load = load
+        self.reader = reader
         self.root = root
         self.node = node
         self.start = start
@@ -321,7 +324,8 @@ class Transfers:
         latest = now + max(_SHORTEST_WAIT, gained)
         soon = now + _PATIENCE * expected + _SPARE_WAIT
         start = len(path or before) // TOKEN_BYTES
-        flight = _Flight(load, root, node, start, path, started=now, deadline=soon, latest=latest)
+        reader = self.stack.reader_of(sources)
+        flight = _Flight(load, reader, root, node, start, path, started=now, deadline=soon, latest=latest)
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
@@ -351,8 +355,8 @@ class Transfers:
         """
         if not refs:
             return None
-        remote = self.stack.remote
-        before = [f.load for f in self._flights if (f.load.sources[0] is remote) == (sources[0] is remote)]
+        reader = self.stack.reader_of(sources)
+        before = [flight.load for flight in self._flights if flight.reader == reader]
         queue = sum(self._loading(load.sources[load.ready :], now) for load in before)
         loading = queue + self._loading(sources, now)
         computing = self._prefill.seconds(start, sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES)
@@ -464,12 +468,12 @@ class Transfers:
 
         It is if what has arrived since it was last looked at says so, or if another load is before it.
         """
-        load, remote = flight.load, self.stack.remote
+        load = flight.load
         if now >= flight.latest:
             return False
         if load.began is None:
             ahead = self._flights[: self._flights.index(flight)]
-            queued = any((other.load.sources[0] is remote) == (load.sources[0] is remote) for other in ahead)
+            queued = any(other.reader == flight.reader for other in ahead)
             if not queued and not flight.queued:  # the thread hangs in what was given up
                 return False
             flight.queued = queued

@@ -48,13 +48,8 @@ class TierStack:
             for tier in tiers
             if not tier.traits.victim
         ]
-        self._readers: list[Worker] = []
-        self._local_reader = self._reader(make_worker, "local-reader")
-        self._remote_reader = self._reader(make_worker, "store-reader") if self.remote is not None else None
-
-    def _reader(self, make_worker: Callable[[str], Worker], name: str) -> Worker:
-        self._readers.append(make_worker(name))
-        return self._readers[-1]
+        # One thread for each, so that a disk that hangs keeps nobody from memory.
+        self._readers = {tier.name: make_worker(f"{tier.name}-reader") for tier in tiers}
 
     # -- out of the pool, on the step's thread -----------------------------------------------------------------------
 
@@ -111,17 +106,21 @@ class TierStack:
         for tier in self._victims:
             tier.contains([ref.key for ref, source in zip(refs, sources, strict=True) if source is tier])
 
+    def reader_of(self, sources: Sequence[Tier]) -> str:
+        """Whose thread reads from these: the last tier's of them."""
+        return max(sources, key=self.tiers.index).name
+
     def start(self, load: Load, on_progress: Callable[[], None]) -> None:
         """Fill a load's pages in the background."""
-        reader = self._remote_reader if load.sources[0] is self.remote else self._local_reader
-        assert reader is not None
-        reader.submit(lambda: load.run(self.memory, self.clock, on_progress, self.pace))
+        self._readers[self.reader_of(load.sources)].submit(
+            lambda: load.run(self.memory, self.clock, on_progress, self.pace)
+        )
 
     def ask_remote(self, keys: Sequence[bytes], answer: Callable[[int], None]) -> None:
         """Ask the shared store how many of the first keys it has; ``answer`` is called on its thread."""
-        remote, reader = self.remote, self._remote_reader
-        assert remote is not None and reader is not None
-        reader.submit(lambda: answer(remote.contains(keys)))
+        remote = self.remote
+        assert remote is not None
+        self._readers[remote.name].submit(lambda: answer(remote.contains(keys)))
 
     # -- the whole ---------------------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class TierStack:
     def close(self, seconds: float) -> None:
         """Write what is queued for up to ``seconds``, then end threads and tiers."""
         deadline = self.clock() + seconds
-        for worker in (*(queue.worker for queue in self._queues), *self._readers):
+        for worker in (*(queue.worker for queue in self._queues), *self._readers.values()):
             worker.close(max(0.0, deadline - self.clock()))
         for tier in self.tiers:
             tier.close()
