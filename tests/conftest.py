@@ -9,6 +9,8 @@ import pytest
 
 from pagetrie.bundled import bundled_model_path
 
+# As in pagetrie.models, which tests that import torch first would be too late for.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # No test leaves pages in the home of whoever runs it; those about the disk cache name a folder.
 os.environ["PAGETRIE_NO_DISK_CACHE"] = "1"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 
 from pagetrie import __version__, settings
 from pagetrie.cli.main import run
+from tests.models.tiny import tiny_model, write_folder
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ def pagetrie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def command(*arguments: str, **variables: str) -> Done:
         for name in [name for name in os.environ if name.upper().startswith("PAGETRIE_")]:
             monkeypatch.delenv(name)
-        for name, value in {"COLUMNS": "200", **variables}.items():
+        for name, value in {"COLUMNS": "200", "PAGETRIE_NO_DISK_CACHE": "1", **variables}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["pagetrie", *arguments])
@@ -105,3 +108,14 @@ def test_what_cannot_work_is_one_line_and_exit_1(
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(20))
     done = pagetrie("serve", *arguments, **variables)
     assert (done.code, done.stdout, done.stderr) == (1, "", f"pagetrie: {message}\n")
+
+
+def test_a_taken_port_is_one_line_and_exit_1(tmp_path: Path, pagetrie: Command) -> None:
+    model = write_folder(tmp_path / "tiny", tiny_model("llama"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = pagetrie("serve", "--port", port, "--num-pages", "4", "--weights", "fp32", str(model))
+    assert (done.code, done.stdout) == (1, "")
+    assert re.fullmatch(rf"pagetrie: .*{port}.*\n", done.stderr), done.stderr

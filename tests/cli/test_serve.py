@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -80,20 +79,3 @@ def test_it_says_where_it_serves_answers_and_stops_cleanly(
         [logged] = map(json.loads, process.stdout)
     assert (logged["status"], logged["completion_tokens"]) == (200, 3)
     assert (tmp_path / "stderr").read_text() == ""
-
-
-def test_a_taken_port_is_one_line_and_exit_1(bundled_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            _command("--port", port, "--num-pages", "4", str(bundled_model)),
-            cwd=tmp_path,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(rf"pagetrie: .*{port}.*\n", done.stderr), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -140,9 +141,11 @@ def test_instruction_sets_give_the_same_logits_but_for_attention() -> None:
     assert (results[0] - results[1]).abs().max() < 0.1 * results[0].std()
 
 
-def test_q4_keeps_a_files_blocks_as_they_are(bundled_model: Path) -> None:
-    """With one layer's weights in q4 the result is nearer to the file's than with q8, which rounds them anew."""
+def test_q4_keeps_a_files_blocks_as_they_are(bundled_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In q4 the result of the first layers is nearer to the file's than in q8, which rounds their weights anew."""
     checkpoint = load_checkpoint(bundled_model)
+    few = replace(checkpoint.config, n_layers=4)
+    monkeypatch.setattr(type(checkpoint), "config", property(lambda _: few))
     tokens = checkpoint.tokenizer().encode("The radix tree holds one copy of what many prompts share.")
     table = list(range(8))
     with torch.inference_mode():
@@ -155,7 +158,7 @@ def test_q4_keeps_a_files_blocks_as_they_are(bundled_model: Path) -> None:
             decoder = QuantizedDecoder(checkpoint, weights)  # type: ignore[arg-type]
             hidden = run(decoder, Pages(checkpoint), [(tokens, 0, table)])  # type: ignore[arg-type]
             kl[weights] = float((exact.exp() * (exact - decoder.logits(hidden).log_softmax(-1))).sum(-1).mean())
-    assert 0 < kl["q4"] < kl["q8"] < 0.02
+    assert 0 < kl["q4"] < kl["q8"] < 0.002
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused() -> None:

