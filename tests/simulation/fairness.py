@@ -59,9 +59,11 @@ class Fairness:
         assert plan.tokens == tokens <= self._budget, "over the token budget"
         # With deadlines, the last to wait may have gone; pages may be on their way.
         waits = bool(len(scheduler.waiting)) and not self._is_loading()
-        # Who has computed up to pages that are being loaded waits for them in its seat.
-        meeting = [s for s in scheduler.running if s.lease and s.lease.awaits and self._is_loading(s.lease.awaits)]
-        stands = len(meeting) < len(scheduler.running) or waits
+        # Who has computed up to pages that are being loaded waits for them in its seat, or for one that does.
+        seated = [(s, s.lease.awaits) for s in scheduler.running if s.lease and s.lease.awaits]
+        meeting = [sequence for sequence, page in seated if self._is_loading(page) or self._is_announced(page)]
+        loading = any(self._is_loading(page) for _, page in seated)
+        stands = len(meeting) < len(scheduler.running) or bool(meeting and not loading) or waits
         assert plan.tokens or plan.outgrown or not stands, "a step without progress"
         # Beams may need more than the whole pool.
         assert all(s.beams is not None for s in plan.outgrown), "a sequence within the limits outgrew the pool"
@@ -130,6 +132,10 @@ class Fairness:
             return False
         coming = [waited.pending for waited in (*transfers._flights, *transfers._lookups)]
         return pending in coming if pending is not None else bool(coming or transfers._cancelled)
+
+    def _is_announced(self, page: PendingPage) -> bool:
+        """Some lease computes it next."""
+        return any(page is pending for _, pending in self._cache._computing.values())
 
     def _hangs(self) -> bool:
         transfers = self._cache.transfers

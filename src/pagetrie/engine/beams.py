@@ -27,7 +27,7 @@ class GroupLease:
         self.ttl = leases[0].ttl
         self.kind = leases[0].kind
         self.awaits: PendingPage | None = None
-        self.rejoin = 0
+        self.rejoin = self.coming = 0
 
     @property
     def computed(self) -> int:
@@ -66,6 +66,10 @@ class GroupLease:
     def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         first, *others = self.leases
         return first.sole_pages([*others, *siblings])
+
+    def reopen(self) -> GroupLease:
+        """Nothing is on its way: the prompt has been computed."""
+        return self
 
     def fork(self) -> GroupLease:
         return GroupLease([lease.fork() for lease in self.leases])

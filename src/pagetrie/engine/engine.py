@@ -660,6 +660,7 @@ class Engine:
 
     def _end(self, state: RequestState, reason: FinishReason, error: PagetrieError | None = None) -> RequestOutput:
         """End all choices of a request at once."""
+        self._stalled = False  # somebody may wait for its seat
         outputs: dict[str, RequestOutput] = {}
         for sequence in state.sequences.copy():
             self._finish(sequence, reason, None, outputs)

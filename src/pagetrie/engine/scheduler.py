@@ -448,8 +448,6 @@ class Scheduler:
     def _start(self, sequence: Sequence, lease: CacheLease, line: Line, plan: Schedule) -> bool:
         """Give a sequence a seat on this lease, or close the lease."""
         needed = self._missing_pages(sequence, lease)
-        if sequence.beams is not None:
-            lease.rejoin = 0  # their leases are forks
         count = min(_to_compute(sequence, lease), self._step_limit - plan.tokens)
         if self.running and not self._clear_the_way(sequence, needed, plan):
             fits = False
@@ -508,16 +506,11 @@ class Scheduler:
 
         Its new lease says what it still has to wait for.
         """
-        if lease.awaits is not None and not lease.awaits.done:
-            return lease
-        before = lease.computed
-        # Closed first: it announces its next page, for which the new one would wait.
-        lease.close()
-        lease = sequence.lease = self._open(sequence)
-        if lease.computed > before:
-            plan.rejoined[sequence] = lease.computed - before
-        if lease.awaits is not None:
-            lease.rejoin = lease.computed  # look again
+        if lease.awaits is None or lease.awaits.done:
+            before = lease.computed
+            lease = sequence.lease = lease.reopen()
+            if lease.computed > before:
+                plan.rejoined[sequence] = lease.computed - before
         return lease
 
     def _open(self, sequence: Sequence) -> CacheLease:
@@ -541,12 +534,12 @@ class Scheduler:
 
     def _missing_pages(self, sequence: Sequence, lease: CacheLease) -> int:
         """Pages that a sequence lacks on this lease for all of its known tokens and one more."""
-        missing = max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages))
+        missing = max(0, self._cache.pages_for(len(sequence.ids) + 1) - len(lease.pages) - lease.coming)
         return missing * sequence.rows + sequence.fork_pages
 
 
 def _to_compute(sequence: Sequence, lease: CacheLease) -> int:
-    """Known tokens to compute in one go: up to where what follows is being loaded."""
+    """Known tokens to compute in one go: up to where what follows is being loaded; none while that is waited for."""
     return (lease.rejoin or len(sequence.ids)) - lease.computed
 
 

@@ -165,7 +165,7 @@ class ContiguousLease:
         self.cached_tokens = 0
         self.pages: list[int] = []
         self.awaits: PendingPage | None = None
-        self.rejoin = 0
+        self.rejoin = self.coming = 0
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None
@@ -207,6 +207,10 @@ class ContiguousLease:
         leases = [self, *(lease for lease in siblings if isinstance(lease, ContiguousLease))]
         held = Counter(slot for lease in leases for slot in (lease._slot, lease._source) if slot is not None)
         return sum(self._manager._held[slot] == count for slot, count in held.items()) * self._manager._reservation
+
+    def reopen(self) -> ContiguousLease:
+        """Nothing is ever on its way."""
+        return self
 
     def fork(self) -> ContiguousLease:
         child = ContiguousLease(self._manager)

@@ -34,10 +34,9 @@ class TierSpeed:
         self._since = now
 
     def take_sample(self, sample: Sample, now: float) -> None:
-        """A load, or its part from this tier, has ended."""
-        if sample.size:
-            weight = self._weight()
-            self._computing = (1 - weight) * self._computing + weight * sample.computed / sample.size
+        """A load, or its part from this tier, has ended; the sample's size isn't 0."""
+        weight = self._weight()
+        self._computing = (1 - weight) * self._computing + weight * sample.computed / sample.size
         self.take(sample.size, sample.seconds, now)
 
     def _weight(self) -> float:

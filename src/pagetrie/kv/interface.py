@@ -71,7 +71,9 @@ class CacheLease(Protocol):
     kind: RequestKind
     """Of its request; for the eviction policy, too."""
     rejoin: int
-    """With so many tokens computed it is better to open anew: what follows comes from a tier. 0: nothing does."""
+    """With so many tokens computed it is to be reopened: what follows comes from a tier. 0: nothing does."""
+    coming: int
+    """Pages that it needs and that are on their way from a tier: it won't have to take them."""
 
     @property
     def computed(self) -> int:
@@ -121,6 +123,13 @@ class CacheLease(Protocol):
 
     def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         """Pages that closing it and its siblings would make available: held by these leases and no other."""
+        ...
+
+    def reopen(self) -> CacheLease:
+        """At ``rejoin`` and nothing computed since: the lease to go on with, which has what has been loaded meanwhile.
+
+        This one is closed then. If the new one ``awaits`` more, it is to be reopened when that is done.
+        """
         ...
 
     def fork(self) -> CacheLease:

@@ -28,6 +28,7 @@ class Lease:
         "_copy_pending",
         "_indexed",
         "_manager",
+        "_namespace",
         "_node",
         "_partial",
         "_private",
@@ -42,6 +43,7 @@ class Lease:
         "awaits",
         "cached_tokens",
         "closed",
+        "coming",
         "computed",
         "holder",
         "kind",
@@ -66,7 +68,7 @@ class Lease:
         self._prompt_tokens = len(tokens)
         # The first so many pages are public; past them stands the pinned node at their end, and the namespace changes.
         self._public_pages = 0
-        self._private = b""
+        self._namespace = self._private = b""
         self._trunk: Node | None = None
         # A partial hit: the page to copy on the first write, and the node pinned for it.
         self._partial: tuple[int, Node] | None = None
@@ -79,7 +81,7 @@ class Lease:
         self.computed = 0
         self.cached_tokens = 0
         self.awaits: PendingPage | None = None
-        self.rejoin = 0
+        self.rejoin = self.coming = 0
         self.closed = False
         self.holder = ""
         self.ttl: float | None = None
@@ -226,6 +228,27 @@ class Lease:
             self._publish = False
             self._manager._announce(self)
         return self._root.dead
+
+    def reopen(self) -> Lease:
+        """See ``CacheLease.reopen``."""
+        manager, index = self._manager, self._manager.index
+        if self._root.dead or not self._publish:  # what is computed can't be found again
+            self.rejoin, self.awaits = 0, None
+            return self
+        held = [node for node in (self._node, self._trunk) if node is not None]
+        for node in held:  # nothing of it must go meanwhile
+            index.pin(node)
+        cached, self.cached_tokens = self.cached_tokens, self.computed  # for the eviction policy it is one use
+        # Closed first: it announces its next page, for which the new one would wait.
+        self.close()
+        lease = manager.open(self._tokens, self._namespace)
+        for node in held:
+            index.unpin(node)
+        lease.cached_tokens = cached + lease.computed - self.computed
+        lease.holder, lease.ttl, lease.kind = self.holder, self.ttl, self.kind
+        if lease.awaits is not None:
+            lease.rejoin = lease.computed
+        return lease
 
     def sole_pages(self, siblings: Sequence[CacheLease] = ()) -> int:
         manager = self._manager

@@ -98,6 +98,7 @@ class CacheManager:
         self.index.pin(match.node)
         share = self.index.shares.of(namespace)
         lease = Lease(self, share, token_array(packed), match.root, match.node, publish=publish and self.shares)
+        lease._namespace = namespace
         lease._stand_on(match)
         lease.pages = match.pages
         lease._indexed = len(match.pages)
@@ -113,7 +114,10 @@ class CacheManager:
             if leader is None and self.transfers is not None:
                 known, rest = lease._beyond_trunk(match.pages, packed)
                 ahead = self.transfers.consider(match.root, match.node, known, rest)
-                lease.awaits = ahead.awaits
+                lease.awaits, lease.coming = ahead.awaits, ahead.coming
+                begins = match.public_pages * self.page_size
+                if not ahead.rejoin and ahead.awaits is None and match.trunk is None and lease.computed < begins:
+                    lease.rejoin = begins  # past the public pages it goes on in a namespace of its own
                 if ahead.rejoin:
                     lease.rejoin = ahead.rejoin + (len(match.pages) - len(known)) * self.page_size
         self._announce(lease)

@@ -10,7 +10,7 @@ Up: when a prefix that is opened goes on in a tier, and loading is estimated to 
 allocated for it (the *loading* state: held by the load, seen by nobody) and filled in the background, while other
 sequences go on. What has arrived is published between two steps, first pages first. The opener, and whoever comes
 after it, waits on a ``PendingPage``, until a deadline: then the rest is computed into other pages, and what still
-arrives is dropped.
+arrives is dropped. From a slow tier only the last pages are loaded, while the opener computes the first ones.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class Ahead(NamedTuple):
         awaits: what to wait for before computing on.
         rejoin: tokens, from the tree's root, after which what follows is on its way: who has computed so far looks
             again. 0 for none.
+        coming: pages on their way, from there on.
     """
 
     awaits: PendingPage | None = None
     rejoin: int = 0
+    coming: int = 0
 
 
 class _Flight:
@@ -71,7 +73,9 @@ class _Flight:
         reader: the tier whose thread fills it.
         start: tokens before its first page.
         path: these tokens (u32 LE) as long as some of them are still being computed: until then nothing of the load can
-            be published. grown: how many bytes of them are in the tree. most: seconds that may pass without any more.
+            be published.
+        grown: how many bytes of the path are in the tree.
+        most: seconds for which the path may stand still before the load is given up.
         deadline: when it is looked at: it goes on if it is worth that. latest: when it ends in any case.
         seen: how many pages had arrived when it was last looked at. queued: it was behind another one.
     """
@@ -260,13 +264,15 @@ class Transfers:
         unknown: list[bytes] = []
         remote = self.stack.remote
         full = len(rest) - len(rest) % self._page_bytes
-        joins = 0
+        there = Ahead()
         for ref in self._refs(namespace, parent, rest[:full]):
             awaited = self._awaited.get(ref.key)
             if awaited is not None:
+                coming = len(awaited.load.refs) - awaited.published if isinstance(awaited, _Flight) else 0
                 if not refs and not unknown:
-                    return Ahead(awaited.pending)
-                joins = (start + len(refs) * self._page_bytes) // TOKEN_BYTES if refs else 0
+                    return Ahead(awaited.pending, coming=coming)
+                if refs:
+                    there = Ahead(None, (start + len(refs) * self._page_bytes) // TOKEN_BYTES, coming)
                 break
             avoided = self._avoided.has(ref.key, now)
             source = self.stack.locate(ref.key) if not avoided else None
@@ -286,8 +292,9 @@ class Transfers:
             return Ahead(self._ask(unknown, now))
         if len(refs) * self._page_bytes == full:
             self._add_tail(refs, sources, namespace, refs[-1].key if refs else parent, rest[full:], now)
-        begun = self._begin(root, node, tokens[:start], refs, sources, now) if refs else Ahead()
-        return begun if begun != Ahead() else Ahead(None, joins)
+        if not refs:
+            return there
+        return self._begin(root, node, tokens[:start], refs, sources, now, meet=not there.rejoin) or there
 
     def _add_tail(
         self, refs: list[PageRef], sources: list[Tier], namespace: bytes, parent: bytes, tokens: bytes, now: float
@@ -306,22 +313,34 @@ class Transfers:
                 return
 
     def _begin(
-        self, root: Node, node: Node, before: bytes, refs: list[PageRef], sources: list[Tier], now: float
-    ) -> Ahead:
-        """Load what is worth it of the pages that follow ``node``, where the tokens ``before`` end."""
+        self,
+        root: Node,
+        node: Node,
+        before: bytes,
+        refs: list[PageRef],
+        sources: list[Tier],
+        now: float,
+        *,
+        meet: bool,
+    ) -> Ahead | None:
+        """Load what is worth it of the pages that follow ``node``, where the tokens ``before`` end.
+
+        Args:
+            meet: some may be computed meanwhile.
+        """
         count = min(len(refs), self._room(root))
         del refs[count:], sources[count:]
-        worth = self._worthwhile(len(before) // TOKEN_BYTES, refs, sources, now)
+        worth = self._worthwhile(len(before) // TOKEN_BYTES, refs, sources, now, meet=meet)
         if worth is None:
-            return Ahead()
-        first, expected, gained = worth
+            return None
+        first, expected, computing = worth
         path = before + b"".join(ref.tokens for ref in refs[:first]) if first else b""
         del refs[:first], sources[:first]
         manager = self._manager
         self.stack.keep(refs, sources)
         manager.index.pin(node)
         load = Load(refs, sources, manager._take(len(refs), root.share))
-        latest = now + max(_SHORTEST_WAIT, gained)
+        latest = now + max(_SHORTEST_WAIT, computing)
         soon = now + _PATIENCE * expected + _SPARE_WAIT
         start = len(path or before) // TOKEN_BYTES
         reader = self.stack.reader_of(sources)
@@ -332,7 +351,7 @@ class Transfers:
         self.stats.meeting_loads += bool(path)
         self._held_back.append(flight)
         self._start_loads()
-        return Ahead(None, start) if path else Ahead(flight.pending)
+        return Ahead(None, start, len(refs)) if path else Ahead(flight.pending, coming=len(refs))
 
     def _start_loads(self) -> None:
         """Start loads, but none that would overwrite what is yet to be copied."""
@@ -342,7 +361,7 @@ class Transfers:
                 self.stack.start(flight.load, self._on_progress(flight))
 
     def _worthwhile(
-        self, start: int, refs: Sequence[PageRef], sources: Sequence[Tier], now: float
+        self, start: int, refs: Sequence[PageRef], sources: Sequence[Tier], now: float, *, meet: bool
     ) -> tuple[int, float, float] | None:
         """What to load of pages that follow ``start`` tokens.
 
@@ -360,7 +379,7 @@ class Transfers:
         queue = sum(self._loading(load.sources[load.ready :], now) for load in before)
         loading = queue + self._loading(sources, now)
         computing = self._prefill.seconds(start, sum(len(ref.tokens) for ref in refs) // TOKEN_BYTES)
-        if len(refs) >= self.meeting_pages and loading > computing / len(refs):
+        if meet and len(refs) >= self.meeting_pages and loading > computing / len(refs):
             page = self._page_bytes // TOKEN_BYTES
 
             def lead(count: int) -> float:
@@ -544,21 +563,25 @@ class Transfers:
 
     def _end(self, flight: _Flight, now: float) -> None:
         load = flight.load
-        for sample in load.samples:
-            self._speeds[sample.tier].take_sample(sample, now)
+        self._take_samples(load, now)
         if flight.published < len(load.refs):
             self.stats.failed_loads += 1
         self._manager.pool.release(load.pages[flight.published :])
         self._leave(flight, now)
 
+    def _take_samples(self, load: Load, now: float) -> None:
+        for sample in load.samples:
+            # Nothing at all says no less than that the first page took so long.
+            size = max(sample.size, self.stack.memory.bytes_per_page)
+            self._speeds[sample.tier].take_sample(sample._replace(size=size), now)
+
     def _give_up(self, flight: _Flight, now: float) -> None:
         load = flight.load
         if load.finished:
-            for sample in load.samples:
-                self._speeds[sample.tier].take_sample(sample, now)
-        elif now >= flight.deadline and flight.published < len(load.refs):
-            got = (flight.published + 1) * self.stack.memory.bytes_per_page
-            self._speeds[load.sources[flight.published].name].take(got, now - flight.started - load.rested, now)
+            self._take_samples(load, now)
+        elif now >= flight.deadline and (arrived := load.ready) < len(load.refs):
+            got = (arrived + 1) * self.stack.memory.bytes_per_page
+            self._speeds[load.sources[arrived].name].take(got, now - flight.started - load.rested, now)
         self._leave(flight, now)
         if not self._try_free(flight):
             self._cancelled.append(flight)

@@ -251,7 +251,7 @@ class Metrics(EngineObserver):
 
     def on_rejoin(self, report: RejoinReport) -> None:
         loaded = sum(report.cached_by_tier.values())
-        self._hits.inc(report.cached_tokens - loaded)
+        self._hits.inc(max(0, report.cached_tokens - loaded))
         self._external_hits.inc(loaded)
         if (request := self._open.get(report.request_id)) is not None:
             request.cached_tokens += report.cached_tokens
