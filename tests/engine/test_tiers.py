@@ -197,6 +197,38 @@ def test_a_page_that_is_being_written_is_not_freed() -> None:
     right(world, "again")
 
 
+def test_prompts_in_turn_come_back_every_time_however_short_the_pool() -> None:
+    """What was used and evicted again is loaded again at once: the time between turns says nothing."""
+    world = TieredWorld(num_pages=24, ram_pages=200)
+    prompts = [[first, *PROMPT] for first in range(1, 4)]
+    for turn in range(4):
+        world.runner.computed_tokens = 0
+        for first, prompt in enumerate(prompts):
+            name = f"{first} {turn}"
+            world.add(name, prompt, max_tokens=1)
+            world.finish()
+            right(world, name, prompt, 1)
+            world.clock.now += 0.1
+        assert turn == 0 or world.runner.computed_tokens <= 3 * 4
+    assert world.transfers.stats.loads == 9
+
+
+def test_what_was_loaded_for_nothing_is_not_loaded_again_at_once() -> None:
+    """Evicted before anyone used it: loading it again and again would only keep everybody from computing."""
+    tier = ToldTier()
+    world = stored(tier)
+    for reads in (1, 1, 2):
+        world.add("left", PROMPT, max_tokens=1)
+        world.step()
+        world.engine.abort("left")
+        for _ in range(3):
+            world.work()
+            world.engine.settle()
+        world.forget_pool()
+        assert len(tier.reads) == reads
+        world.clock.now += 1.5
+
+
 def test_a_late_tier_is_not_waited_for() -> None:
     """D7: past the deadline the prompt is computed into other pages; what comes late touches none of them."""
     tier = ToldTier()

@@ -61,8 +61,9 @@ class Fairness:
         waits = bool(len(scheduler.waiting)) and not self._is_loading()
         # Who has computed up to pages that are being loaded waits for them in its seat, or for one that does.
         seated = [(s, s.lease.awaits) for s in scheduler.running if s.lease and s.lease.awaits]
-        meeting = [sequence for sequence, page in seated if self._is_loading(page) or self._is_announced(page)]
-        loading = any(self._is_loading(page) for _, page in seated)
+        # A load that has given way to another in this very step lets it go on in the next.
+        meeting = [s for s, page in seated if page.done or self._is_loading(page) or self._is_announced(page)]
+        loading = any(page.done or self._is_loading(page) for _, page in seated)
         stands = len(meeting) < len(scheduler.running) or bool(meeting and not loading) or waits
         assert plan.tokens or plan.outgrown or not stands, "a step without progress"
         # Beams may need more than the whole pool.

@@ -184,7 +184,10 @@ class SimTiers:
             short = sum(load.ready < len(load.refs) for load in self._loads)
             assert stats.failed_loads + stats.late_loads >= short, "a load that failed wasn't counted"
         if self._backend is not None:
-            assert report.tiers["store"].failed_pages >= self._backend.failed_reads, "a wrong page wasn't counted"
+            # Of a load that is given up nobody looks at what else was read.
+            unseen = sum(load._cancelled and load.ready < len(load.refs) for load in self._loads)
+            counted = report.tiers["store"].failed_pages
+            assert counted + unseen >= self._backend.failed_reads, "a wrong page wasn't counted"
         for name, tier in report.tiers.items():
             assert tier.capacity_bytes >= tier.used_bytes or name == "store", f"{name} holds more than it may"
             assert tier.queued_bytes == 0

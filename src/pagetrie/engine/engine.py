@@ -335,7 +335,7 @@ class Engine:
         plan = self._scheduler.schedule()
         if self._transfers is not None:
             self._transfers.note_step(bool(plan.shares))
-        self._stalled = not plan.shares
+        self._stalled = not (plan.shares or plan.preempted)
         for sequence in plan.parked:
             if sequence.state.parked_at is None:
                 sequence.state.parked_at = started

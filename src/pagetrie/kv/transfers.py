@@ -47,7 +47,7 @@ _MEET_GAIN = 0.75  # loading while computing must not take a larger part of the 
 _SHORTEST_WAIT, _SPARE_WAIT, _PATIENCE = 0.05, 0.25, 4.0
 _LOOKUP_WAIT = 0.25
 _LOOK_AGAIN = 0.05
-_NO_RETRY = 2.0  # seconds in which what failed, or was just loaded and is gone again, isn't asked for again
+_NO_RETRY = 2.0  # seconds in which what failed, or was loaded and gone before anyone used it, isn't asked for again
 _REMEMBERED = 8192
 
 
@@ -237,6 +237,8 @@ class Transfers:
         # Last page first: a prefix's first pages are then the last that memory gives up.
         for ref, page in reversed(list(self._edge(node, len(node.pages) - count))):
             self.stats.copied_bytes += self.stack.demote(ref, page)
+            if page in self._origin:  # loaded for nothing
+                self._avoided.note(ref.key, self._clock() + _NO_RETRY)
 
     def used(self, page: int) -> None:
         """A lease ends whose last page in the index was this one."""
@@ -471,7 +473,7 @@ class Transfers:
                     flight.deadline = flight.latest
                 continue
             if finished or late or arrived - flight.published >= PUBLISH_PAGES:
-                self._publish(flight, arrived, now)
+                self._publish(flight, arrived)
             if finished:
                 self._end(flight, now)
             elif late or flight.broken or flight.root.dead:
@@ -524,7 +526,7 @@ class Transfers:
             # From here on somebody waits for it.
             flight.latest = min(flight.latest, now + max(_SHORTEST_WAIT, flight.most))
 
-    def _publish(self, flight: _Flight, arrived: int, now: float) -> None:
+    def _publish(self, flight: _Flight, arrived: int) -> None:
         manager, load = self._manager, flight.load
         index, first = manager.index, flight.published
         if arrived == first or flight.root.dead:
@@ -533,7 +535,6 @@ class Transfers:
         flight.published = arrived
         for ref in refs:
             self._awaited.pop(ref.key, None)
-            self._avoided.note(ref.key, now + _NO_RETRY)
         tail = refs[-1] if len(refs[-1].tokens) < self._page_bytes else None
         tail_page = mine.pop() if tail is not None else None
         full = refs[: len(mine)]
@@ -557,6 +558,8 @@ class Transfers:
                 self._origin[tail_page] = load.sources[arrived - 1].name
             else:
                 manager.pool.release((tail_page,))
+        for ref in refs[len(kept) :]:  # not found as a whole page of the prefix: it would be asked for again
+            self._avoided.note(ref.key, self._clock() + _NO_RETRY)
         self.stats.loaded_pages += arrived - first
         flight.pending.done = True
         flight.pending = PendingPage()
