@@ -522,3 +522,23 @@ def test_a_reset_forgets_everything_at_once_and_frees_the_rest_later(index: str)
     for other in list(harness.leases):
         harness.close(other)
     assert harness.manager.stats().free_pages == 12
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_a_copy_that_nobody_wants_any_more_is_not_made(index: str) -> None:
+    """Whoever gets the page next, a load from a tier say, must not have it written over by a late copy."""
+    cache = CacheManager(num_pages=8, page_size=4, index=index)
+    tokens = ids(7)
+    first = cache.open(tokens)
+    assert first.extend(7) == 0
+    first.commit(7)
+    first.close()
+    second = cache.open([*tokens[:6], 1, 2])
+    assert second.computed == 6 and second.extend(2) == 0
+    ((_, page),) = cache._copies
+    other = second.fork()
+    second.close(publish_tail=False)
+    assert [target for _, target in cache._copies] == [page]
+    other.close(publish_tail=False)
+    assert cache.take_copies() == []
+    cache.check()

@@ -15,3 +15,11 @@ def test_nothing_is_wrong(first: int) -> None:
     for seed in range(first, first + BLOCK):
         failure = attack(seed)
         assert failure is None, f"seed {seed}\n{failure}"
+
+
+@pytest.mark.parametrize("seed", [903_407, 1_000_929, 2_000_712])
+def test_what_once_was_wrong(seed: int) -> None:
+    """Worlds that found what a thousand others didn't: a load that gave way within a step, a copy into a page that was
+    given back, a guaranteed sequence that was preempted before a held prefix."""
+    failure = attack(seed)
+    assert failure is None, f"{failure}"

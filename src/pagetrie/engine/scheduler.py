@@ -279,6 +279,9 @@ class Scheduler:
                 else:
                     self._preempt(sequence, plan)
                 return False
+            # Rather a held prefix than one that must not be preempted once more.
+            if any(map(is_guaranteed, victims)) and self._cache.give_up_hold(sequence.state.namespace):
+                continue
             for victim in victims:
                 self._preempt(victim, plan)
         return True

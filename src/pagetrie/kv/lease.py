@@ -293,6 +293,8 @@ class Lease:
             tokens = pack_tokens(self._tokens[self._indexed * manager.page_size : self.computed])
             if index.insert_tail(self._node, tokens, private[0]):
                 del private[0]
+        if self._copy_pending:
+            manager._forget_copies(private)
         manager.pool.release(private)
         if self._partial is not None:
             index.unpin(self._partial[1])

@@ -316,6 +316,11 @@ class CacheManager:
         self._copies.append((source, destination))
         self._copied_pages += 1
 
+    def _forget_copies(self, pages: Sequence[int]) -> None:
+        """These are given back: what their only holder wanted in them must not come over who gets them next."""
+        references = self.pool.references
+        self._copies = [(source, page) for source, page in self._copies if page not in pages or references[page] > 1]
+
     def _announce(self, lease: Lease) -> None:
         """Let others know which page this lease computes next, so that they can wait for it."""
         if lease._announced is not None:
