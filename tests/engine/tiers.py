@@ -11,9 +11,11 @@ from pagetrie.kv.tiers.ram import ENTRY_BYTES, RamTier
 from pagetrie.kv.tiers.stack import TierStack
 from pagetrie.kv.tiers.workers import Pace
 from pagetrie.kv.transfers import Transfers
-from tests.engine.toy import ToyMemory, World
+from tests.engine.toy import ToyMemory, World, expected
 from tests.kv.tiers.pages import Clock, ManualWorker
 
+LONG = [2, *[7] * 192]  # 48 pages and a token
+PROMPT = list(range(10, 51))  # 41 tokens: ten pages, and one token that is always computed
 FAULTS = ("missing", "short", "exception", "wrong size", "too many", "stops")
 
 
@@ -142,3 +144,18 @@ class TieredWorld(World):
         self.cache.index.evict(self.cache.index.cached_pages)
         self.check()
         self.work()
+
+
+def stored(tier: ToldTier, **options: object) -> TieredWorld:
+    """A world in which the prompt's pages are in the tier and not in the pool."""
+    world = TieredWorld(tier, **options)
+    world.add("first", PROMPT, max_tokens=3)
+    world.finish()
+    world.forget_pool()
+    assert len(tier.pages) >= 10
+    world.runner.computed_tokens = 0
+    return world
+
+
+def right(world: World, name: str, prompt: list[int] = PROMPT, max_tokens: int = 3) -> None:
+    assert world.seen[name].tokens[0] == expected(prompt, max_tokens)

@@ -49,7 +49,7 @@ from pagetrie.errors import (
     PagetrieError,
     QueueFullError,
 )
-from pagetrie.kv import CacheStats, KVCache, ResetReport, TransferReport, encode_namespace
+from pagetrie.kv import CacheLease, CacheStats, KVCache, ResetReport, TransferReport, encode_namespace
 
 log = logging.getLogger(__name__)
 
@@ -423,9 +423,7 @@ class Engine:
             return
         state.admitted_at = now
         state.cached_tokens = sequence.lease.cached_tokens
-        if self._transfers is not None:
-            claimed = self._transfers.claim(sequence.lease.pages)
-            state.cached_by_tier = {name: pages * self._cache.page_size for name, pages in claimed.items()}
+        state.cached_by_tier = self._claim(sequence.lease)
         self._observer.on_admission(
             AdmissionReport(
                 request_id=request.request_id,
@@ -440,13 +438,17 @@ class Engine:
             )
         )
 
+    def _claim(self, lease: CacheLease) -> dict[str, int]:
+        """Of a lease's tokens, how many came from which tier and are used for the first time since."""
+        claimed = {} if self._transfers is None else self._transfers.claim(lease.pages)
+        return {name: pages * self._cache.page_size for name, pages in claimed.items()}
+
     def _on_rejoined(self, sequence: Sequence, count: int, now: float) -> None:
         state = sequence.state
         # Of one that lost its seat it was told before what was cached.
-        if self._transfers is None or sequence.lease is None or sequence.preemptions or sequence.output_ids:
+        if sequence.lease is None or sequence.preemptions or sequence.output_ids:
             return
-        claimed = self._transfers.claim(sequence.lease.pages)
-        tiers = {name: pages * self._cache.page_size for name, pages in claimed.items()}
+        tiers = self._claim(sequence.lease)
         state.cached_tokens += count
         state.cached_by_tier = dict(Counter(state.cached_by_tier) + Counter(tiers))
         self.cache_records.add_cached(state)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagetrie.kv.estimates import PrefillSpeed, TierSpeed
+from pagetrie.kv.flights import Ahead, Flight, Lookup, Recent
 from pagetrie.kv.interface import PendingPage, TransferReport, TransferStats
 from pagetrie.kv.keys import ChainKeys, tag_of
 from pagetrie.kv.page_tree import Node, root_of
@@ -51,92 +52,6 @@ _NO_RETRY = 2.0  # seconds in which what failed, or was loaded and gone before a
 _REMEMBERED = 8192
 
 
-class Ahead(NamedTuple):
-    """What stands ahead of a match.
-
-    Attributes:
-        awaits: what to wait for before computing on.
-        rejoin: tokens, from the tree's root, after which what follows is on its way: who has computed so far looks
-            again. 0 for none.
-        coming: pages on their way, from there on.
-    """
-
-    awaits: PendingPage | None = None
-    rejoin: int = 0
-    coming: int = 0
-
-
-class _Flight:
-    """A load from the pool's side: where its next page will hang, who waits, until when.
-
-    Attributes:
-        reader: the tier whose thread fills it.
-        start: tokens before its first page.
-        path: these tokens (u32 LE) as long as some of them are still being computed: until then nothing of the load can
-            be published.
-        grown: how many bytes of the path are in the tree.
-        most: seconds for which the path may stand still before the load is given up.
-        deadline: when it is looked at: it goes on if it is worth that. latest: when it ends in any case.
-        seen: how many pages had arrived when it was last looked at. queued: it was behind another one.
-    """
-
-    def __init__(
-        self,
-        load: Load,
-        reader: str,
-        root: Node,
-        node: Node,
-        start: int,
-        path: bytes,
-        *,
-        started: float,
-        deadline: float,
-        latest: float,
-    ) -> None:
-        self.load = load
-        self.reader = reader
-        self.root = root
-        self.node = node
-        self.start = start
-        self.path = path
-        self.grown = 0
-        self.most = latest - started
-        self.started = started
-        self.deadline = min(deadline, latest)
-        self.latest = latest
-        self.seen = 0
-        self.queued = False
-        self.published = 0
-        self.broken = False
-        self.pending = PendingPage()
-
-
-class _Lookup:
-    """A question to the shared store on its way."""
-
-    def __init__(self, keys: Sequence[bytes], deadline: float) -> None:
-        self.keys = keys
-        self.deadline = deadline
-        self.found: int | None = None
-        self.pending = PendingPage()
-
-
-class _Recent:
-    """Keys that were noted less than a given time ago; bounded."""
-
-    def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()
-
-    def note(self, key: bytes, until: float) -> None:
-        self._until[key] = until
-        self._until.move_to_end(key)
-        if len(self._until) > _REMEMBERED:
-            self._until.popitem(last=False)
-
-    def has(self, key: bytes, now: float) -> bool:
-        return self._until.get(key, 0.0) > now
-
-
 class Transfers:
     """Moves pages for one ``CacheManager``, which it is given to and which binds it.
 
@@ -162,15 +77,15 @@ class Transfers:
         self._keys = keys
         self._clock = stack.clock
         self._waker: Callable[[], None] = lambda: None
-        self._flights: list[_Flight] = []
-        self._cancelled: list[_Flight] = []
+        self._flights: list[Flight] = []
+        self._cancelled: list[Flight] = []
         # Loads into pages that the coming step still has to copy from.
-        self._held_back: list[_Flight] = []
-        self._lookups: list[_Lookup] = []
+        self._held_back: list[Flight] = []
+        self._lookups: list[Lookup] = []
         # Keys of pages on their way, and of questions asked.
-        self._awaited: dict[bytes, _Flight | _Lookup] = {}
-        self._remote_has = _Recent()
-        self._avoided = _Recent()
+        self._awaited: dict[bytes, Flight | Lookup] = {}
+        self._remote_has = Recent()
+        self._avoided = Recent()
         self._speeds = {tier.name: TierSpeed(tier.traits.speed) for tier in stack.tiers}
         self._prefill = PrefillSpeed(attention)
         # Tier that a page came from, until somebody has used it.
@@ -270,7 +185,7 @@ class Transfers:
         for ref in self._refs(namespace, parent, rest[:full]):
             awaited = self._awaited.get(ref.key)
             if awaited is not None:
-                coming = len(awaited.load.refs) - awaited.published if isinstance(awaited, _Flight) else 0
+                coming = len(awaited.load.refs) - awaited.published if isinstance(awaited, Flight) else 0
                 if not refs and not unknown:
                     return Ahead(awaited.pending, coming=coming)
                 if refs:
@@ -346,7 +261,7 @@ class Transfers:
         soon = now + _PATIENCE * expected + _SPARE_WAIT
         start = len(path or before) // TOKEN_BYTES
         reader = self.stack.reader_of(sources)
-        flight = _Flight(load, reader, root, node, start, path, started=now, deadline=soon, latest=latest)
+        flight = Flight(load, reader, root, node, start, path, started=now, deadline=soon, latest=latest)
         self._flights.append(flight)
         self._awaited.update((ref.key, flight) for ref in refs)
         self.stats.loads += 1
@@ -411,7 +326,7 @@ class Transfers:
         others = manager.stats().active_pages > 0
         return max(0, manager.index.shares.available(root.share) - (manager.num_pages // 8 if others else 0))
 
-    def _on_progress(self, flight: _Flight) -> Callable[[], None]:
+    def _on_progress(self, flight: Flight) -> Callable[[], None]:
         load = flight.load
 
         def on_progress() -> None:
@@ -421,7 +336,7 @@ class Transfers:
         return on_progress
 
     def _ask(self, keys: list[bytes], now: float) -> PendingPage:
-        lookup = _Lookup(keys, now + _LOOKUP_WAIT)
+        lookup = Lookup(keys, now + _LOOKUP_WAIT)
         self._lookups.append(lookup)
         self._awaited[keys[0]] = lookup
 
@@ -464,13 +379,7 @@ class Transfers:
             arrived = flight.load.ready
             late = not finished and now >= flight.deadline and not self._goes_on(flight, arrived, now)
             if flight.path:
-                if late or flight.root.dead or now >= flight.latest or (finished and not arrived):
-                    failed = finished and arrived < len(flight.load.refs)
-                    self.stats.failed_loads += failed
-                    self.stats.late_loads += not failed
-                    self._give_up(flight, now)
-                elif finished:
-                    flight.deadline = flight.latest
+                self._settle_meeting(flight, finished, arrived, late, now)
                 continue
             if finished or late or arrived - flight.published >= PUBLISH_PAGES:
                 self._publish(flight, arrived)
@@ -484,7 +393,7 @@ class Transfers:
             if lookup.found is not None or now >= lookup.deadline:
                 self._answered(lookup, now)
 
-    def _goes_on(self, flight: _Flight, arrived: int, now: float) -> bool:
+    def _goes_on(self, flight: Flight, arrived: int, now: float) -> bool:
         """Whether waiting for a load beyond its deadline is still faster than to compute the rest; if so, for a while.
 
         It is if what has arrived since it was last looked at says so, or if another load is before it.
@@ -509,7 +418,17 @@ class Transfers:
         flight.seen, flight.deadline = arrived, min(now + _SPARE_WAIT, flight.latest)
         return True
 
-    def _look_for_path(self, flight: _Flight, now: float) -> None:
+    def _settle_meeting(self, flight: Flight, finished: bool, arrived: int, late: bool, now: float) -> None:
+        """The pages before a load's first one are still being computed: keep it, unless it isn't worth that."""
+        if late or flight.root.dead or now >= flight.latest or (finished and not arrived):
+            failed = finished and arrived < len(flight.load.refs)
+            self.stats.failed_loads += failed
+            self.stats.late_loads += not failed
+            self._give_up(flight, now)
+        elif finished:
+            flight.deadline = flight.latest
+
+    def _look_for_path(self, flight: Flight, now: float) -> None:
         """See how far the pages before a load's first one are computed, and where they end once all are."""
         index, namespace = self._manager.index, bytes(flight.root.tokens)
         if flight.root.dead:
@@ -526,7 +445,7 @@ class Transfers:
             # From here on somebody waits for it.
             flight.latest = min(flight.latest, now + max(_SHORTEST_WAIT, flight.most))
 
-    def _publish(self, flight: _Flight, arrived: int) -> None:
+    def _publish(self, flight: Flight, arrived: int) -> None:
         manager, load = self._manager, flight.load
         index, first = manager.index, flight.published
         if arrived == first or flight.root.dead:
@@ -564,7 +483,7 @@ class Transfers:
         flight.pending.done = True
         flight.pending = PendingPage()
 
-    def _end(self, flight: _Flight, now: float) -> None:
+    def _end(self, flight: Flight, now: float) -> None:
         load = flight.load
         self._take_samples(load, now)
         if flight.published < len(load.refs):
@@ -578,7 +497,7 @@ class Transfers:
             size = max(sample.size, self.stack.memory.bytes_per_page)
             self._speeds[sample.tier].take_sample(sample._replace(size=size), now)
 
-    def _give_up(self, flight: _Flight, now: float) -> None:
+    def _give_up(self, flight: Flight, now: float) -> None:
         load = flight.load
         if load.finished:
             self._take_samples(load, now)
@@ -599,13 +518,13 @@ class Transfers:
                 return True
         return False
 
-    def _try_free(self, flight: _Flight) -> bool:
+    def _try_free(self, flight: Flight) -> bool:
         if not flight.load.cancel():
             return False
         self._manager.pool.release(flight.load.pages[flight.published :])
         return True
 
-    def _leave(self, flight: _Flight, now: float) -> None:
+    def _leave(self, flight: Flight, now: float) -> None:
         """Nobody waits for this load any more, and nobody starts another one for what it didn't bring."""
         self._flights.remove(flight)
         if flight in self._held_back:
@@ -618,7 +537,7 @@ class Transfers:
         self._manager._trim(flight.root.share)
         flight.pending.done = True
 
-    def _answered(self, lookup: _Lookup, now: float) -> None:
+    def _answered(self, lookup: Lookup, now: float) -> None:
         self._lookups.remove(lookup)
         self._awaited.pop(lookup.keys[0], None)
         found = lookup.found or 0
