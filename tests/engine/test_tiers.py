@@ -347,6 +347,15 @@ def test_rests_count_when_others_compute_and_never_as_the_tiers_fault(busy: bool
         assert world.transfers._loading([tier] * 10, world.clock.now) == pytest.approx(seconds, abs=2e-3)
 
 
+def test_who_comes_when_nobody_computes_any_more_finds_loads_at_full_speed() -> None:
+    world = stored(ToldTier())
+    world.add("busy", [7, 7, 7], max_tokens=3, ignore_eos=True)
+    world.step()
+    assert world.transfers.stack.pace.slow
+    world.finish()
+    assert not world.transfers.stack.pace.slow
+
+
 @pytest.mark.parametrize("after", [0, 4])
 def test_a_load_that_comes_to_a_stop_is_given_up(after: int) -> None:
     """What stalls half-way is as late as what never comes: soon, not only when computing would have been done."""

@@ -392,6 +392,8 @@ class Engine:
         if self._transfers is not None and prefill_tokens >= _TELLING_PREFILL:
             attended = sum(report.tokens * (report.position + report.tokens // 2) for report in prefills)
             self._transfers.note_prefill(prefill_tokens, attended, now - started)
+        if self._transfers is not None and not self._scheduler.running:
+            self._transfers.note_step(False)  # whoever comes next finds the cores free
         self._observer.on_step(
             StepReport(
                 time=now,
